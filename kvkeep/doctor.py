@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from kvkeep.compiled.binding import kernel_library
-from kvkeep.compiled.decoder import prompt_dtype, unavailable_reason
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
+from kvkeep.compiled.products import prompt_dtype, unavailable_reason
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.cache import Layout
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.compiled.instruction_sets import TORCH, runs_here, selected_set
+from kvkeep.compiled.products import ProductExecutor, products_reason
 from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import GraphExecutor
@@ -34,6 +35,8 @@ def new_decoder(
     layout = group_layout(spec, spec.groups[0], norm.dtype, norm.device)
     if not unsupported_reason(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
+    if not products_reason(spec, layout):
+        return Decoder(spec, tensors, packed, ProductExecutor(spec, tensors, packed or {}))
     # A CUDA graph replays a fixed list of products on fixed addresses: neither experts nor states.
     if layout.device.type == "cuda" and not spec.experts and not spec.states:
         return Decoder(spec, tensors, executor=GraphExecutor(Network(spec, tensors)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.compiled.decoder import unsupported_reason
+from kvkeep.compiled.products import products_reason
 from kvkeep.errors import InvalidArgument, ModelError
 from kvkeep.executors import new_decoder, slow_path_message, warn_of_slow_path
 from kvkeep.model import DTYPES, Model, resolve_device
@@ -112,12 +113,13 @@ def _load_decoder(
     """Load a model's weights: from its GGUF file as converted by `pull`, or from safetensors."""
     layout = group_layout(spec, spec.groups[0], dtype, device)
     has_kernels = not unsupported_reason(spec, layout)
+    reads_packed = has_kernels or not products_reason(spec, layout)
     converted_path, packed = converted_file(folder), dict[str, Matrix]()
     if converted_path is None:
         tensors = _read_tensors(folder, spec, dtype, device, progress)
     else:
         stored_weights = load_converted(converted_path, spec)
-        if weight_format or not has_kernels:
+        if weight_format or not reads_packed:
             unpacked = load_unpacked(converted_path, spec, stored_weights, dtype, progress)
             tensors = {name: tensor.to(device) for name, tensor in unpacked.items()}
         else:

@@ -9,7 +9,8 @@ import torch
 
 from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.compiled.decoder import prompt_dtype, unsupported_reason
+from kvkeep.compiled.decoder import unsupported_reason
+from kvkeep.compiled.products import products_reason, prompt_dtype
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import compute_path_of
 from kvkeep.loader import TRANSFORMERS_PREFIX
@@ -56,6 +57,8 @@ class ModelFacts:
     hidden_size: int
     vocabulary: int  # tokens
     groups: tuple[GroupFacts, ...]  # layers that see everything first
+    state_layers: int  # layers that keep a state instead of cells
+    state_bytes: int  # bytes of a session's states
     trained: int  # the context length, in tokens
     rope: str  # the kind of its scaling, such as "llama3"
     dtype: str  # of weights and cells
@@ -89,14 +92,16 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
     limitation, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
+    uses_kernels = not limitation or not products_reason(spec, layout)
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
         if weights != "bf16" and limitation:
             raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {limitation}')
+    product_dtype = str(prompt_dtype()).removeprefix("torch.") if uses_kernels else dtype
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
     names_read, shapes = step_matrices(spec), matrix_shapes(spec)
-    reads_file_format = not weights and not limitation
+    reads_file_format = not weights and uses_kernels
     bytes_held, formats_and_bytes = _held_bytes_and_formats(
         spec, layout.dtype, weights, converted_path if reads_file_format else None
     )
@@ -113,6 +118,8 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         hidden_size=spec.hidden_size,
         vocabulary=spec.vocab_size,
         groups=groups,
+        state_layers=len(spec.states.layers) if spec.states else 0,
+        state_bytes=spec.states.nbytes(layout.dtype) if spec.states else 0,
         trained=spec.max_positions,
         rope=spec.rope.kind,
         dtype=dtype,
@@ -126,8 +133,8 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         formats=dict(sorted(Counter(matrix_format for matrix_format, _ in matrices_read).items())),
         bytes_per_token=sum(nbytes for _, nbytes in matrices_read),
         decode=str(compute_path_of(spec, layout)),
-        prefill=f"torch in {dtype if limitation else str(prompt_dtype()).removeprefix('torch.')}",
-        attention="torch" if limitation else "compiled kernels",
+        prefill=f"torch in {product_dtype}",
+        attention="compiled kernels" if uses_kernels else "torch",
         thousand_cells={
             f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes
             for bits in CELL_BITS

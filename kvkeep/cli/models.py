@@ -112,8 +112,11 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "family", facts.architecture
     heads = f"{facts.heads} query heads, {facts.kv_heads} KV heads, head_dim {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
-    if len(facts.groups) > 1 or facts.groups[0].unrotated:
+    if len(facts.groups) > 1 or facts.groups[0].unrotated or facts.state_layers:
         yield from (("", _group_description(group)) for group in facts.groups)
+    if facts.state_layers:
+        state = f"a state, {format_mb(facts.state_bytes)} for each session"
+        yield "", f"{facts.state_layers} with {state}"
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
     size = format_mb(facts.weight_bytes)

@@ -17,7 +17,7 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 
 from kvkeep import load_model
 from kvkeep.compiled.binding import kernel_library
-from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.spec.config import read_spec
@@ -178,7 +178,7 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
 # Of which the kernels know nothing yet.
-BY_TORCH = ["gemma3n", "gemma3n-widths", "lfm2", "lfm2-untied"]
+BY_TORCH = ["gemma3n", "gemma3n-widths"]
 ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
 Edit = Callable[[GGUFWriter], None]
 
@@ -438,7 +438,7 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
     compiled = kernel_library() is not None and kind not in BY_TORCH
-    assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
+    assert isinstance(model.decoder.executor, ProductExecutor) == compiled
     values = {}
     for name, tensor in reference.state_dict().items():
         if tensor.dim() > 1:

@@ -1,0 +1,140 @@
+"""The executor whose forward torch runs, with the kernels' products and attention of prompts.
+
+It serves models with layers that the kernels do not compute. Weights are read as they are packed.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Layout
+from kvkeep.compiled.binding import CMatrix, kernel_library, raise_for_status
+from kvkeep.compiled.chunk import layer_attention
+from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
+from kvkeep.compiled.matrices import PackedLinear, shared_scratch
+from kvkeep.compiled.operands import ModelOperands, address
+from kvkeep.models.layers.executor import AnyStep, run_network
+from kvkeep.models.layers.network import Network
+from kvkeep.models.layers.primitives import LM_HEAD
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.formats import GROUP_COLUMNS
+from kvkeep.models.weights.packing import Matrix, as_tensor
+from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrices
+
+
+def products_reason(spec: ModelSpec, layout: Layout) -> str:
+    """Say why the kernels do not multiply a model's matrices, as `unsupported_reason`, or "".
+
+    They do so for models with state layers; other models are computed as a whole or not at all.
+    """
+    columns = {shape[1] for shape in matrix_shapes(spec).values()}
+    dtype_name = str(layout.dtype).removeprefix("torch.")
+    bad_columns = ", ".join(str(x) for x in sorted(columns) if x % GROUP_COLUMNS)
+    obstacles = [
+        (spec.states is None, "compute no models of this kind"),
+        (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
+        (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
+        (bad_columns, f"need widths that are multiples of {GROUP_COLUMNS}; found {bad_columns}"),
+    ]
+    return next((text for exists, text in obstacles if exists), "") or unavailable_reason()
+
+
+def unavailable_reason() -> str:
+    """Say why this machine has no kernels, as `unsupported_reason`; empty if it has some."""
+    if kernel_library():
+        return ""
+    selected = selected_set()
+    if error := load_error(selected.name):
+        return f"cannot be loaded ({error})"
+    return selected.torch_reason or "were built from the sources of another kvkeep version"
+
+
+def prompt_dtype() -> torch.dtype:
+    """Return the dtype of torch's products for prompts of bfloat16 models."""
+    return torch.bfloat16 if has_fast_bf16() else torch.float32
+
+
+class ProductExecutor:
+    """Runs all steps by torch, with the kernels' products and their attention of chunks.
+
+    tensors: bfloat16 weights by name. packed: matrices by name that are not among them.
+
+    A matrix without a tensor is read as it is packed, each weight rounded to bfloat16; routers are
+    not rounded. All tokens read the head as it is packed.
+
+    Raises KernelMismatch for weights that `spec` does not describe: the kernels check nothing.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
+    ):
+        self.spec = spec
+        self.operands = ModelOperands(spec, tensors, packed)
+        kernels = kernel_library()
+        assert kernels is not None, "the reason against this executor must be empty"
+        self.kernels = kernels
+        self._product_dtype = prompt_dtype()
+        self.name = f"torch, products by {selected_set().name}"
+        if self._product_dtype is not torch.bfloat16:
+            self.name += " in float32"
+        self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
+        self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
+
+    @cached_property
+    def _head(self) -> CMatrix:
+        return self.operands.describe_matrix(LM_HEAD, sampled=True)
+
+    def _linear_names(self) -> list[str]:
+        """Return the names of the matrices that a prompt's rows are multiplied by as PackedLinear.
+
+        All without a tensor. Without fast bfloat16 also tensors, for float32 products.
+        """
+        tensors = self.operands.tensors
+        names = [name for name in self.operands.shapes if name not in tensors]
+        if self._product_dtype is not torch.bfloat16:
+            layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
+            names += [x for x in layer_matrices if x in tensors and not is_router(x)]
+        return names
+
+    def _routers(self) -> dict[str, Tensor]:
+        """Return packed routers in float32, so that prompts are routed by unrounded weights."""
+        return {
+            name: as_tensor(self.operands.weight(name, sampled=False), torch.float32)
+            for name in self._linears
+            if is_router(name)
+        }
+
+    def _packed_linear(self, name: str) -> PackedLinear:
+        bias = self.operands.tensors.get(name.removesuffix("weight") + "bias")
+        weight = self.operands.weight(name, sampled=False)
+        matrix = self.operands.describe_matrix(name, sampled=False)
+        return PackedLinear(self.kernels, matrix, bias, weight, self._product_dtype)
+
+    def matrix_bytes(self) -> dict[str, int]:
+        """Return the size in bytes of each matrix that a sampled token reads, by name."""
+        names = step_matrices(self.spec)
+        return {name: self.operands.weight(name, sampled=True).nbytes for name in names}
+
+    def unpack_matrix(self, name: str) -> Tensor:
+        """Unpack a matrix that has no tensor, `[rows, columns]` bfloat16."""
+        return self._linears[name].dense()
+
+    def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
+        """Return the final hidden states of a step, `[n, hidden]` bfloat16; see `Executor`."""
+        with shared_scratch():
+            return run_network(self.network, tokens, step, layer_attention(step), input_norms)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states, `[n, vocab]` float32."""
+        hidden, count = hidden.contiguous(), hidden.shape[0]
+        shape = (count, self.spec.hidden_size)
+        hidden_address = address(hidden, "hidden states", torch.bfloat16, shape)
+        out = torch.empty(count, self.spec.vocab_size, dtype=torch.float32, device="cpu")
+        product, threads = self.kernels.kvkeep_product, torch.get_num_threads()
+        raise_for_status(product(self._head, hidden_address, count, out.data_ptr(), threads))
+        if self.spec.logits_multiplier != 1:
+            out.mul_(self.spec.logits_multiplier)
+        cap = self.spec.logits_softcap
+        return out.div_(cap).tanh_().mul_(cap) if cap else out
