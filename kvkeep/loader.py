@@ -18,6 +18,7 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.state_layers import is_float32_weight
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text_part
 from kvkeep.models.weights.packed import (
@@ -154,5 +155,5 @@ def _split_stored(
         if isinstance(weight, PackedMatrix) or (weight.dim() == 2 and weight.dtype != dtype):
             packed[name] = weight
         else:
-            tensors[name] = weight.to(dtype)
+            tensors[name] = weight.to(torch.float32 if is_float32_weight(name) else dtype)
     return tensors, packed

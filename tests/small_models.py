@@ -62,6 +62,20 @@ def state_specs() -> dict[str, ModelSpec]:
     spec, layers = replace(small_spec(), layers=5), (0, 2, 4)
     return {
         "convolution": replace(spec, states=StateLayers("convolution", layers, 64, conv_width=4)),
+        "delta_net": replace(
+            spec,
+            gated_attention=True,
+            states=StateLayers(
+                "delta_net",
+                layers,
+                channels=2 * 2 * 12 + 4 * 10,
+                conv_width=3,
+                key_heads=2,
+                value_heads=4,
+                key_dim=12,
+                value_dim=10,
+            ),
+        ),
     }
 
 

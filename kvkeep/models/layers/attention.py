@@ -27,7 +27,8 @@ class Attention:
         def projection(name: str, rows: int) -> WeightMatrix:
             return weights.matrix(f"self_attn.{name}.weight", rows, hidden_size, spec.qkv_bias)
 
-        self._q_proj = projection("q_proj", self._q_width)
+        # With gates, the rows of all heads' queries, then those of all heads' gates.
+        self._q_proj = projection("q_proj", self._q_width * (1 + spec.gated_attention))
         self._k_proj = projection("k_proj", self._kv_width) if self._has_cells else None
         self._v_proj = projection("v_proj", self._kv_width) if has_values else None
         o_proj = "self_attn.o_proj.weight"
@@ -52,7 +53,10 @@ class Attention:
     def __call__(self, x: Tensor, step: LayerAttention) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
         n, head_dim = x.shape[0], self._head_dim
-        q = _norm_heads(self._query_norm, self._q_proj(x)).view(n, -1, head_dim)
+        q, gate = self._q_proj(x), None
+        if self._spec.gated_attention:
+            q, gate = q.chunk(2, dim=-1)
+        q = _norm_heads(self._query_norm, q).reshape(n, -1, head_dim)
         if self._query_scale is not None:
             q = q * self._query_scale
         if self._k_proj is None:  # the layer attends to another layer's cells
@@ -62,9 +66,10 @@ class Attention:
         if self._spec.values_normed:
             v = F.rms_norm(v, (head_dim,), None, self._spec.norm_eps)
         k = _norm_heads(self._key_norm, k).view(n, -1, head_dim)
-        return self._o_proj(step.attend(self._index, q, k, v))
+        output = step.attend(self._index, q, k, v)
+        return self._o_proj(output if gate is None else output * gate.sigmoid())
 
 
 def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
     """Norm `[n, heads * head_dim]` in rows as wide as the norm: one head each, or all together."""
-    return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
+    return x if norm is None else norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]))

@@ -24,7 +24,8 @@ from kvkeep.models.layers.primitives import (
     Norm,
     WeightMatrix,
 )
-from kvkeep.models.layers.states import StepStates, state_module
+from kvkeep.models.layers.state_modules import STATE_MODULES
+from kvkeep.models.layers.states import StepStates
 from kvkeep.models.spec.model_spec import ModelSpec
 
 
@@ -48,7 +49,7 @@ class DecoderLayer:
         self._mlp_output_norm = norm("post_mlp_layernorm", spec.norms_after)
         self._state_module, self._attention = None, None
         if spec.states is not None and spec.is_state_layer(index):
-            self._state_module = state_module(weights, spec.states, index)
+            self._state_module = STATE_MODULES[spec.states.kind](weights, spec.states, index)
         else:
             self._attention = Attention(weights, index)
         replaces_mlp = spec.has_experts(index) and not spec.experts_beside

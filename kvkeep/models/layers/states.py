@@ -49,29 +49,40 @@ class StepStates:
             step.recurrent_states = new_states
 
 
+class CausalConvolution:
+    """A convolution over the newest tokens, channel by channel, which keeps its last inputs."""
+
+    def __init__(self, weights: NamedWeights, name: str, layers: StateLayers, index: int):
+        channels = layers.channels
+        self._state_name = conv_state_name(index)
+        self._kernel = weights.tensor(f"{name}.weight", channels, 1, layers.conv_width)
+        self._bias = weights.tensor(f"{name}.bias", channels) if layers.conv_bias else None
+
+    def __call__(self, x: Tensor, states: StepStates) -> Tensor:
+        """Map `[tokens, channels]` to the same shape."""
+        inputs = x.view(states.sequence_count, -1, x.shape[-1])
+        inputs = torch.cat((states.read(self._state_name, inputs), inputs), dim=1)
+        states.write(self._state_name, inputs[:, inputs.shape[1] - self._kernel.shape[-1] + 1 :])
+        return causal_convolution(inputs, self._kernel, self._bias).flatten(0, 1)
+
+
 class ShortConvolution:
-    """A gated convolution over the newest tokens, channel by channel, in the place of attention.
+    """A gated convolution over the newest tokens, in the place of attention (arXiv:2511.23404).
 
     For each token `b`, `c` and `x` are projected from the layer's input. The output is that of the
-    convolution over `b * x`, times `c`, projected again (LFM2, arXiv:2511.23404).
+    convolution over `b * x`, times `c`, projected again.
     """
 
     def __init__(self, weights: NamedWeights, layers: StateLayers, index: int):
-        hidden_size, channels, bias = weights.spec.hidden_size, layers.channels, layers.bias
-        self._name = conv_state_name(index)
+        hidden_size, channels, bias = weights.spec.hidden_size, layers.channels, layers.conv_bias
         self._in_proj = weights.matrix("conv.in_proj.weight", 3 * channels, hidden_size, bias)
-        self._kernel = weights.tensor("conv.conv.weight", channels, 1, layers.conv_width)
-        self._bias = weights.tensor("conv.conv.bias", channels) if bias else None
+        self._convolution = CausalConvolution(weights, "conv.conv", layers, index)
         self._out_proj = weights.matrix("conv.out_proj.weight", hidden_size, channels, bias)
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
         b, c, values = self._in_proj(x).chunk(3, dim=-1)
-        inputs = (b * values).view(states.sequence_count, -1, b.shape[-1])
-        inputs = torch.cat((states.read(self._name, inputs), inputs), dim=1)
-        states.write(self._name, inputs[:, inputs.shape[1] - self._kernel.shape[-1] + 1 :])
-        output = causal_convolution(inputs, self._kernel, self._bias)
-        return self._out_proj(c * output.flatten(0, 1))
+        return self._out_proj(c * self._convolution(b * values, states))
 
 
 def causal_convolution(inputs: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,8 +99,3 @@ def causal_convolution(inputs: Tensor, kernel: Tensor, bias: Tensor | None) -> T
     if bias is not None:
         output = output + bias.float()
     return output.to(inputs.dtype)
-
-
-def state_module(weights: NamedWeights, layers: StateLayers, index: int) -> ShortConvolution:
-    """Return the module of a state layer, which maps its input as attention would."""
-    return ShortConvolution(weights, layers, index)

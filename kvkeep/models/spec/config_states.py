@@ -8,6 +8,8 @@ from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.state_layers import StateLayers
 
 _ATTENTION = "full_attention"
+# In configs of converted GGUF files; see `StateLayers.tiled_output`.
+TILED_OUTPUT_FIELD = "kvkeep_tiled_output"
 
 
 def state_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
@@ -17,6 +19,8 @@ def state_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """
     if family.state_kind == "convolution":
         return _lfm2_fields(config)
+    if family.state_kind == "delta_net":
+        return _delta_net_fields(config)
     return {}
 
 
@@ -33,6 +37,45 @@ def _lfm2_fields(config: ConfigFields) -> dict[str, Any]:
         raise config.invalid_error("conv_L_cache", "at least 2")
     has_bias, channels = bool(config.get("conv_bias")), config.positive_int("hidden_size")
     return {**fields, "states": StateLayers("convolution", layers, channels, width, has_bias)}
+
+
+def _delta_net_fields(config: ConfigFields) -> dict[str, Any]:
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        interval = config.positive_int("full_attention_interval", default=4)
+        num_layers = min(config.num_layers, MAX_LAYERS + 1)
+        is_state = [(layer + 1) % interval > 0 for layer in range(num_layers)]
+        layer_types = ["linear_attention" if flag else _ATTENTION for flag in is_state]
+    layers = state_layers(config, layer_types, "linear_attention")
+    if not layers:
+        return {}
+    key_heads, value_heads, key_dim, value_dim, width = (
+        config.positive_int(f"linear_{name}")
+        for name in (
+            "num_key_heads",
+            "num_value_heads",
+            "key_head_dim",
+            "value_head_dim",
+            "conv_kernel_dim",
+        )
+    )
+    if value_heads % key_heads:
+        expected = f"a multiple of linear_num_key_heads ({key_heads})"
+        raise config.invalid_error("linear_num_value_heads", expected)
+    if width < 2:
+        raise config.invalid_error("linear_conv_kernel_dim", "at least 2")
+    states = StateLayers(
+        "delta_net",
+        layers,
+        2 * key_heads * key_dim + value_heads * value_dim,
+        width,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        tiled_output=bool(config.get(TILED_OUTPUT_FIELD)),
+    )
+    return {"states": states}
 
 
 def state_layers(config: ConfigFields, layer_types: Any, state_type: str) -> tuple[int, ...]:

@@ -136,6 +136,21 @@ _GEMMA4 = replace(
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 )
+_QWEN35 = Family(
+    spec_fields={"qk_norm": True, "unit_norms": True, "gated_attention": True},
+    state_kind="delta_net",
+    partial_rotary_factor=0.25,
+    ignored_tensors=r"mtp\..*",  # layers that predict several tokens
+    defaults={
+        _HEAD_DIM: 256,
+        _KV_HEADS: 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -246,6 +261,8 @@ FAMILIES: dict[str, Family] = {
             "original_max_position_embeddings": 4096,
         },
     ),
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN35, multimodal=True),
     "Lfm2ForCausalLM": Family(
         bias_rule="none",
         spec_fields={"qk_norm": True},

@@ -79,6 +79,7 @@ class Family:
     renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
     final_norm: the checkpoint's name of the norm after the last layer.
     mixture: for mixtures of experts; `weights/stacks.py` has the names of their tensors.
+    ignored_tensors: a regular expression of tensors in checkpoints that the model does not need.
     multimodal: the model also reads images; only its language model is run.
     """
 
@@ -108,4 +109,5 @@ class Family:
     renamed_tensors: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
     mixture: Mixture | None = None
+    ignored_tensors: str = ""
     multimodal: bool = False

@@ -88,6 +88,8 @@ class ModelSpec:
         and keys, and to logits; 0 for none.
     recurrent: further layers, not counted here, keep a state instead of cells (linear attention,
         convolution); their forward is transformers'.
+    gated_attention: attention's output is multiplied by the sigmoid of gates, which the query
+        projection gives, too.
     states: the layers, of those counted here, that keep a state; None if all have cells.
     activation: of the MLP's gate.
     unit_norms: norms are computed in float32, and their factor is 1 more than the stored weight, as
@@ -155,6 +157,7 @@ class ModelSpec:
     mlp_widths: tuple[int, ...] = ()
     experts_beside: bool = False
     recurrent: bool = False
+    gated_attention: bool = False
     states: StateLayers | None = None
 
     @property

@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-StateKind = Literal["convolution"]
-KIND_NAMES: dict[StateKind, str] = {"convolution": "short convolutions"}
+StateKind = Literal["convolution", "delta_net"]
 
 
 @dataclass(frozen=True)
@@ -15,35 +14,54 @@ class StateLayers:
     """The layers of a model that have a state in the place of attention; all of one kind.
 
     A state summarises all tokens so far in a fixed number of values. Fields beyond the first four
-    need a default: it is left out of fingerprints.
+    have a default, which is left out of fingerprints.
 
-    kind: "convolution": a gated convolution over the newest tokens, as in LFM2.
+    kind: "convolution": a gated convolution over the newest tokens, as in LFM2. "delta_net": Gated
+        DeltaNet, as in Qwen3.5.
     layers: their indices, in order.
     channels: how many values of a token the convolution takes, each by itself.
     conv_width: how many tokens the convolution sees, the newest included.
-    bias: the convolution and the projections around it have biases.
+    conv_bias: the convolution has a bias; of LFM2 also the projections around it.
+    key_heads, value_heads, key_dim, value_dim: the heads of DeltaNet, and the widths of keys and
+        values in each.
+    tiled_output: the columns of DeltaNet's output projection are those of the first value head of
+        each key head, then those of the second, and so on (GGUF files).
     """
 
     kind: StateKind
     layers: tuple[int, ...]
     channels: int
     conv_width: int
-    bias: bool = False
+    conv_bias: bool = False
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    tiled_output: bool = False
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of a layer, by its name among all states.
 
-        States of a convolution are its last inputs, in the dtype of the model.
+        The state of a convolution is its last inputs, the oldest first.
         """
-        return {conv_state_name(layer): (self.conv_width - 1, self.channels)}
+        shapes: dict[str, tuple[int, ...]] = {
+            conv_state_name(layer): (self.conv_width - 1, self.channels)
+        }
+        if self.value_heads:
+            matrix_shape = (self.value_heads, self.key_dim, self.value_dim)
+            shapes[recurrent_state_name(layer)] = matrix_shape
+        return shapes
 
     def all_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of the model, by name."""
         return {name: shape for i in self.layers for name, shape in self.shapes(i).items()}
 
     def all_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state of the model, by name. dtype: of the model."""
-        return dict.fromkeys(self.all_shapes(), dtype)
+        """Return the dtype of each state: of convolutions that of the model, else float32."""
+        recurrent_names = set(map(recurrent_state_name, self.layers))
+        return {
+            name: torch.float32 if name in recurrent_names else dtype for name in self.all_shapes()
+        }
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of all states of a sequence. dtype: of the model."""
@@ -59,3 +77,13 @@ class StateLayers:
 def conv_state_name(layer: int) -> str:
     """Return the name of the state of a layer's convolution."""
     return f"layers.{layer}.conv"
+
+
+def recurrent_state_name(layer: int) -> str:
+    """Return the name of a layer's matrices, `[heads, key_dim, value_dim]`."""
+    return f"layers.{layer}.recurrent"
+
+
+def is_float32_weight(name: str) -> bool:
+    """Whether a weight stays in float32 whatever the model's dtype: decays depend on every bit."""
+    return name.endswith((".A_log", ".dt_bias"))

@@ -48,7 +48,7 @@ _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
     ("has state layers (Gated DeltaNet)", "Qwen3 is supported"): (
-        "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen35 "
+        "Qwen3NextForCausalLM qwen3next "
         "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen35moe"
     ),
     (_CONVOLUTIONS, "LFM2 without experts is supported"): "Lfm2MoeForCausalLM lfm2moe",

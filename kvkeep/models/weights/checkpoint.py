@@ -36,6 +36,7 @@ _OTHER_MODALITIES = re.compile(
 # Names in checkpoints of models without a head, such as embedding models.
 _WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm|embedding_norm)\..*")
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
+_GATED_QUERY = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.(?:weight|bias)")
 _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
 
 
@@ -98,8 +99,11 @@ def decoder_names_by_stored_name(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def is_text_part(spec: ModelSpec, name: str) -> bool:
-    """Whether a checkpoint tensor is the language model's, not for images or audio."""
-    return not (FAMILIES[spec.architecture].multimodal and _OTHER_MODALITIES.fullmatch(name))
+    """Whether a checkpoint tensor is the language model's, not for images or audio, nor ignored."""
+    family = FAMILIES[spec.architecture]
+    if family.ignored_tensors and re.fullmatch(family.ignored_tensors, name):
+        return False
+    return not (family.multimodal and _OTHER_MODALITIES.fullmatch(name))
 
 
 def decoder_name(spec: ModelSpec, name: str) -> str:
@@ -132,6 +136,11 @@ def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
     if spec.rope.kind == "proportional":  # stored in the half layout, unrotated pairs as well
         return None
     element_order = _element_order(spec)
+    if spec.gated_attention and _GATED_QUERY.fullmatch(name):
+        # Stored head by head, each its query's rows and then its gate's.
+        stored_rows = torch.arange(rows, dtype=torch.int64, device="cpu")
+        queries, gates = stored_rows.view(-1, 2, spec.head_dim).unbind(1)
+        return torch.cat((queries[:, element_order], gates)).flatten()
     if not _QUERY_OR_KEY.fullmatch(name) or element_order == list(range(spec.head_dim)):
         return None
     rows_by_head = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)

@@ -21,6 +21,7 @@ from kvkeep.models.hub.library import derived_folders, home
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.state_layers import is_float32_weight
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed_file import (
     NewMatrix,
@@ -140,9 +141,12 @@ def load_unpacked(
         shutil.rmtree(outdated, ignore_errors=True)
 
     def chunks(name: str) -> Iterator[Matrix]:
-        return (as_tensor(rows, dtype) for rows in row_chunks(packed[name]))
+        return (as_tensor(rows, dtypes[name]) for rows in row_chunks(packed[name]))
 
-    new_matrices = {name: NewMatrix(dtype, shape, chunks(name)) for name, shape in shapes.items()}
+    dtypes = {name: torch.float32 if is_float32_weight(name) else dtype for name in shapes}
+    new_matrices = {
+        name: NewMatrix(dtypes[name], shape, chunks(name)) for name, shape in shapes.items()
+    }
     _write_file(path, new_matrices, f"unpacking to {dtype_name}", progress, "unpacked")
     return cast(dict[str, Tensor], read_packed(path, shapes))
 

@@ -15,6 +15,7 @@ from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.state_layers import is_float32_weight
 from kvkeep.runtime.signals import interrupts_deferred
 
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
@@ -32,6 +33,8 @@ def read_tensors(
 
     A tensor that is stored in `dtype` and stays on the CPU is a view of the mapped file: it is read
     on first use, and processes share the memory.
+
+    dtype: of all but a few small ones; see `is_float32_weight`.
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
@@ -51,6 +54,8 @@ def read_tensors(
                 for name in names:
                     tensor = _read_tensor(file, path, name)
                     target_dtype = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4
+                    if is_float32_weight(name):
+                        target_dtype = torch.float32
                     tensors[name] = tensor.to(device=device, dtype=target_dtype)
                     bar.update()
     return tensors
