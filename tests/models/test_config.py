@@ -169,7 +169,7 @@ def test_unsupported_configs_are_refused_by_name(
 
 STATES = [
     "Qwen3NextForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
     "Lfm2MoeForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "FalconH1ForCausalLM",

@@ -97,6 +97,15 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "block_multiple_of": 100,
         "block_ffn_dim_multiplier": 1.3,
     },
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", WHOLE, *["linear_attention"] * 3, WHOLE, WHOLE],
+        "rope_parameters": PART | {"partial_rotary_factor": 0.5},
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 64,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 3,
+    },
     "Olmo3": TWO_ROPES,
     "Phi3": {
         "rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.75} | LONGROPE,

@@ -38,6 +38,14 @@ IMAGES: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     },
+    "Qwen3_5": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 16,
+    },
     "Qwen2_5_VL": {
         "depth": 1,
         "hidden_size": 32,
@@ -75,6 +83,13 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 TEXT_OF: dict[str, dict[str, Any]] = {
     "Mistral3": {"model_type": "mistral", "sliding_window": None},
+    "Qwen3_5": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "Gemma3": {
         "num_hidden_layers": 7,
         "sliding_window": 20,
