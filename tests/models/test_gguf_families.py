@@ -20,6 +20,7 @@ from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
+from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.rope import rope_spec
 from kvkeep.models.weights.checkpoint import decoder_tensors
@@ -101,6 +102,17 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     **PADDING,
 }
+QWEN35 = {
+    "head_dim": 32,
+    "num_hidden_layers": 6,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 3,
+    "tie_word_embeddings": True,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -174,6 +186,12 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4-experts": ("Gemma4Text", "gemma4", GEMMA4_ALONE | BESIDE),
     "lfm2": ("Lfm2", "lfm2", LFM2),
     "lfm2-untied": ("Lfm2", "lfm2", LFM2 | {"conv_L_cache": 2, "tie_word_embeddings": False}),
+    "qwen3.5": ("Qwen3_5Text", "qwen35", QWEN35),
+    "qwen3.5-heads-alike": (
+        "Qwen3_5Text",
+        "qwen35",
+        QWEN35 | {"linear_num_value_heads": 2, "tie_word_embeddings": False},
+    ),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
@@ -241,6 +259,35 @@ def add_lfm2_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
+def add_qwen35_fields(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    is_state = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_state)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def tiled_value_heads(name: str, array: np.ndarray, config: Any) -> np.ndarray:
+    """Return a tensor of Gated DeltaNet with llama.cpp's order of value heads."""
+    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    key_rows = 2 * key_heads * config.linear_key_head_dim
+    axis = 1 if ".out_proj." in name else 0
+    if name.endswith("linear_attn.norm.weight"):
+        return array
+    first = key_rows if ".in_proj_qkv." in name or ".conv1d." in name else 0
+    keys, values = np.split(array, [first], axis)
+    tiles = np.array_split(values, heads, axis)
+    order = [
+        key * (heads // key_heads) + i
+        for i in range(heads // key_heads)
+        for key in range(key_heads)
+    ]
+    return np.concatenate([keys, *(tiles[head] for head in order)], axis)
+
+
 def add_gemma3n_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_altup_active_idx(config.altup_active_idx)
     writer.add_altup_num_inputs(config.altup_num_inputs)
@@ -304,6 +351,8 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
         add_gemma4_fields(writer, config)
     if architecture == "gemma3n":
         add_gemma3n_fields(writer, config)
+    if architecture == "qwen35":
+        add_qwen35_fields(writer, config)
     if architecture == "lfm2":
         add_lfm2_fields(writer, config)
     if architecture == "granite":
@@ -372,8 +421,16 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        if ".conv.conv." in name:
+        if ".conv.conv." in name or ".conv1d." in name:
             array = array.squeeze(1)
+        if architecture == "qwen35":
+            if ".linear_attn." in name:
+                array = tiled_value_heads(name, array, config)
+            elif name.endswith("norm.weight"):
+                array = array + 1
+            if name.endswith(".A_log"):
+                array = -np.exp(array)
+            name = name.replace(".dt_bias", ".dt_proj.bias")
         form = gguf_type(name, array, stored)
         if name.endswith(("layer_scalar", "correct_output_scale")) or ".experts." in name:
             name += ".weight"
@@ -404,7 +461,10 @@ def test_converted_folder_equals_the_original_model(kind: str, tmp_path: Path) -
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
         found = loaded.eval()(torch.tensor([TOKENS])).logits[0]
-    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    most = (
+        1e-5 if model.config.model_type.startswith("qwen3_5") else 1e-6
+    )  # the file has exp(A_log)
+    assert (found - expected).abs().max() <= most * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -452,6 +512,8 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     for name in matrix_shapes(model.spec):
         if name in held:  # a head that is the embedding has no other name
             found = as_tensor(held[name], torch.float32)
+            if name.endswith(DELTA_NET_OUTPUT):
+                found = output_columns(model.spec.states, found)
             assert torch.equal(found, wanted[name].to(rounded).float()), name
     session = model.session(policy="full")
     session.feed(TOKENS[:20])
@@ -472,6 +534,25 @@ def test_unsupported_variant_of_a_family_is_refused(
     with pytest.raises(UnsupportedModel, match=why):
         convert(path, tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path: Path) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        del writer.kv_data[0]["qwen35.block_count"]
+        writer.add_block_count(7)
+        writer.add_nextn_predict_layers(1)
+        for name in ("attn_norm", "attn_q", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.6.{name}.weight", np.ones((32, 32), np.float32))
+
+    convert(
+        write(tmp_path / "m.gguf", "qwen3.5", random_model("qwen3.5"), edit=edit),
+        tmp_path / "out",
+        False,
+    )
+    spec = read_spec(tmp_path / "out")
+    assert spec.layers == 6
+    assert spec.states is not None
+    assert spec.states.layers == (0, 1, 3, 4)
 
 
 def per_layer_count(writer: GGUFWriter, each: list[int]) -> None:
@@ -501,7 +582,7 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("qwen35", "Gated DeltaNet"),
+        ("qwen35moe", "Gated DeltaNet"),
         ("lfm2moe", "short convolutions"),
         ("granitehybrid", "Mamba.*granite-4"),
         ("falcon-h1", "Mamba"),

@@ -10,7 +10,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import original_length, rope_scaling, scales_queries
-from kvkeep.models.gguf.state_config import STATE_ARCHS, state_config
+from kvkeep.models.gguf.state_config import KV_HEADS_PER_LAYER_ARCHS, MTP_ARCHS, state_config
 from kvkeep.models.gguf.vocabulary import special_token_id
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -44,6 +44,7 @@ _CLASS_AND_MODEL_TYPE = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
 }
 # GGUF files that are not language models, by `general.type`.
 _NOT_MODELS = {
@@ -147,7 +148,7 @@ def _family_fields(
     arch, fields = file.arch, dict[str, Any]()
     if not family.is_gemma3n and not family.is_gemma4:  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
-    if not family.is_gemma4 and arch not in STATE_ARCHS:
+    if not family.is_gemma4 and arch not in KV_HEADS_PER_LAYER_ARCHS:
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_int("{arch}.attention.head_count_kv", heads)
     if family.cohere_logit_scale:
@@ -249,7 +250,7 @@ def _check_variant(file: GgufFile) -> None:
         ),
         "is bidirectional (attention.causal)": not file.boolean("{arch}.attention.causal", True),
         "has layers for multi-token prediction (nextn_predict_layers)": (
-            file.non_negative_int("{arch}.nextn_predict_layers", 0) > 0
+            arch not in MTP_ARCHS and file.predicting_layer_count() > 0
         ),
         "clips queries, keys and values (attention.clamp_kqv)": (
             file.number("{arch}.attention.clamp_kqv", 0.0) != 0

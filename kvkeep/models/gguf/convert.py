@@ -6,19 +6,22 @@ Matrices keep their quantised formats, so that later starts only map one file.
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvkeep.models.gguf.config import config_from_gguf, generation_config
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.gguf.value_heads import delta_net_row_order
 from kvkeep.models.gguf.vocabulary import special_token
+from kvkeep.models.layers.delta_net import GATED_NORM
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -73,11 +76,14 @@ def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.i
 
     In queries and keys of `_REORDERED_ARCHITECTURES`, GGUF stores the two elements of each rotated
     pair as neighbours; Hugging Face stores all first elements of a head, then all second ones.
+    The value heads of Gated DeltaNet have another order, too.
     Other tensors have the same order in both.
 
     Example: a head of 4 rows has the GGUF rows 0, 2, 1, 3.
     """
     rows = np.arange(tensor.shape[0], dtype=np.int64)
+    if spec.states is not None and (order := delta_net_row_order(spec.states, name)) is not None:
+        return order
     projection = re.search(r"self_attn\.([qk])_proj\.", name)
     if projection is None or spec.architecture not in _REORDERED_ARCHITECTURES:
         return rows
@@ -113,10 +119,8 @@ def _write_weights(
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
         gguf_tensor, row_indices = sources[name]
-        # GGUF stores Gemma's norms as weight + 1, in float32, where subtracting it is exact.
-        offset = 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
         for row_chunk in _row_chunks(row_indices, gguf_tensor):
-            yield _convert_rows(gguf_tensor, formats[name], row_chunk, offset)
+            yield _convert_rows(gguf_tensor, formats[name], row_chunk, _transform(name, spec))
 
     matrices = {
         name: NewMatrix(stored_format, shapes[name], converted_chunks(name))
@@ -164,14 +168,26 @@ def _tensor_sources(
     return {name: sources[name] for name in tensor_shapes(spec) if name in sources}
 
 
+def _transform(name: str, spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return what makes the decoder's values of those in the file, which are float32."""
+    # Norms are stored as weight + 1; subtracting it is exact.
+    if spec.unit_norms and name.endswith("norm.weight") and not name.endswith(GATED_NORM):
+        return lambda weight: weight - 1
+    if name.endswith(".A_log"):  # stored as a decay, which is below 0
+        return lambda decay: (-decay).log()
+    return lambda weight: weight
+
+
 def _convert_rows(
-    tensor: PackedTensor, target: Format | torch.dtype, rows: NDArray[np.int64], offset: float
+    tensor: PackedTensor,
+    target: Format | torch.dtype,
+    rows: NDArray[np.int64],
+    transform: Callable[[Tensor], Tensor],
 ) -> Matrix:
-    """Return rows in the target format or dtype. offset: subtracted from unpacked weights."""
+    """Return rows in the target format or dtype. transform: applied to unpacked weights."""
     if isinstance(target, Format):
         return pack(from_gguf(target, torch.from_numpy(tensor.data[rows])))
-    unpacked = torch.from_numpy(tensor.unpack(rows))
-    return (unpacked - offset if offset else unpacked).to(target)
+    return transform(torch.from_numpy(tensor.unpack(rows))).to(target)
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:

@@ -151,8 +151,15 @@ class GgufFile:
             raise self.unsupported_error(feature)
         return numbers[0]
 
+    def predicting_layer_count(self) -> int:
+        """Return how many of the last layers predict several tokens (MTP)."""
+        return self.non_negative_int("{arch}.nextn_predict_layers", 0)
+
     def layer_count(self) -> int:
-        num_layers = self.positive_int("{arch}.block_count")
+        """Return the number of layers, without those that predict several tokens."""
+        num_layers = self.positive_int("{arch}.block_count") - self.predicting_layer_count()
+        if num_layers < 1:
+            raise self.invalid_error("{arch}.nextn_predict_layers", "less than the block count")
         if num_layers > len(self.tensors):  # before anything is allocated for each layer
             raise BadModelFile(
                 f"{self.path} has {num_layers} layers ({self.arch}.block_count) but only "

@@ -3,8 +3,12 @@
 from typing import Any
 
 from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 
-STATE_ARCHS = ("lfm2",)  # state the KV heads of each layer, 0 for a layer without attention
+KV_HEADS_PER_LAYER_ARCHS = ("lfm2",)  # 0 for a layer without attention
+_DELTA_NET_ARCHS = ("qwen35",)
+# Files of these may have layers more, which predict several tokens and are not needed.
+MTP_ARCHS = _DELTA_NET_ARCHS
 _KV_HEADS_KEY = "{arch}.attention.head_count_kv"
 
 
@@ -12,6 +16,8 @@ def state_config(file: GgufFile) -> dict[str, Any]:
     """Return the fields of state layers; empty without them. Raises UnsupportedModel."""
     if file.arch == "lfm2":
         return _lfm2_config(file)
+    if file.arch in _DELTA_NET_ARCHS:
+        return _delta_net_config(file)
     return {}
 
 
@@ -27,6 +33,60 @@ def _lfm2_config(file: GgufFile) -> dict[str, Any]:
         "conv_bias": f"blk.{first_state_layer}.shortconv.conv.bias" in file.tensors,
         "block_auto_adjust_ff_dim": False,  # the file states the width as it is
     }
+
+
+def _delta_net_config(file: GgufFile) -> dict[str, Any]:
+    key_heads = file.positive_int("{arch}.ssm.group_count")
+    value_heads = file.positive_int("{arch}.ssm.time_step_rank")
+    value_width = file.positive_int("{arch}.ssm.inner_size")
+    if value_width % value_heads:
+        expected = f"a multiple of {value_heads} (ssm.time_step_rank)"
+        raise file.invalid_error("{arch}.ssm.inner_size", expected)
+    if not _rotates_by_text_position(file):
+        feature = "rotates part of each head by image positions (rope.dimension_sections)"
+        raise file.unsupported_error(feature)
+    return {
+        "layer_types": _delta_net_layer_types(file),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": file.positive_int("{arch}.ssm.state_size"),
+        "linear_value_head_dim": value_width // value_heads,
+        "linear_conv_kernel_dim": file.positive_int("{arch}.ssm.conv_kernel"),
+        TILED_OUTPUT_FIELD: key_heads != value_heads,
+    }
+
+
+def _delta_net_layer_types(file: GgufFile) -> list[str]:
+    """Return each layer's type: as stated, or with attention in every n-th layer."""
+    num_layers, key = file.layer_count(), "{arch}.attention.recurrent_layers"
+    if not file.has(key):
+        interval = file.positive_int("{arch}.full_attention_interval", 4)
+        is_state = [(layer + 1) % interval > 0 for layer in range(num_layers)]
+    else:
+        flags = file.value(key)
+        if (
+            not isinstance(flags, list)
+            or len(flags) < num_layers
+            or any(flag not in (0, 1) for flag in flags)
+        ):
+            raise file.invalid_error(key, f"true or false for each of {num_layers} layers")
+        is_state = [bool(flag) for flag in flags[:num_layers]]
+    return ["linear_attention" if flag else "full_attention" for flag in is_state]
+
+
+def _rotates_by_text_position(file: GgufFile) -> bool:
+    """Whether all rotated pairs are in sections of the three positions that text has alike.
+
+    Sections interleave: pair i rotates by position i % 3, if its section has room for it.
+    """
+    key = "{arch}.rope.dimension_sections"
+    if not file.has(key):
+        return True
+    sections = [*file.integers(key), 0, 0, 0, 0][:4]
+    total, pairs = sum(sections), file.positive_int("{arch}.rope.dimension_count") // 2
+    if min(sections) < 0 or not total:
+        raise file.invalid_error(key, "four numbers of pairs")
+    return all(pair < 3 * sections[pair % 3] for pair in range(min(pairs, total)))
 
 
 def _kv_heads_per_layer(file: GgufFile) -> list[int]:

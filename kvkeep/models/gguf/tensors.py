@@ -91,6 +91,18 @@ _ARCHITECTURE_LAYER_NAMES = {
         "shortconv.in_proj": "conv.in_proj",
         "shortconv.out_proj": "conv.out_proj",
     },
+    "Qwen3_5ForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
     "Glm4ForCausalLM": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",
@@ -106,7 +118,8 @@ _ARCHITECTURE_LAYER_NAMES = {
 _ARCHITECTURE_MODEL_NAMES = {
     "Lfm2ForCausalLM": {"token_embd_norm.weight": "model.norm.weight"},
 }
-_CONVOLUTIONS = ("shortconv.conv",)  # stored `[channels, width]`, loaded `[channels, 1, width]`
+# Stored as `[channels, width]`, loaded as `[channels, 1, width]`.
+_CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")
 _STREAM_STACK_NAMES = {
     "altup_proj.weight": "altup_projections",
     "altup_unembd_proj.weight": "altup_unembed_projections",
@@ -116,6 +129,7 @@ _NOT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
 )
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([\w.]+)\.(\w+)")
+_BARE_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(ssm_a)")  # without a suffix
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
 _EXPERT_STACK = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 
@@ -130,7 +144,7 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     named: dict[str, PackedTensor] = {}
     undefined = []
     for name, tensor in file.tensors.items():
-        if _NOT_WEIGHTS.fullmatch(name):
+        if _NOT_WEIGHTS.fullmatch(name) or _is_of_predicting_layer(file, name):
             continue
         if renamed := _by_hub_name(name, tensor, layer_names, architecture):
             named |= renamed
@@ -146,6 +160,13 @@ def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
             stacklevel=3,
         )
     return named
+
+
+def _is_of_predicting_layer(file: GgufFile, name: str) -> bool:
+    """Whether a tensor is of a layer that predicts several tokens, which come last."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    has_such_layers = file.predicting_layer_count() > 0
+    return match is not None and has_such_layers and int(match[1]) >= file.layer_count()
 
 
 def _is_gguf_name(name: str) -> bool:
@@ -169,6 +190,9 @@ def _by_hub_name(
             f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _stack_part(tensor, data)
             for stream, data in enumerate(tensor.data)
         }
+    bare_match = _BARE_LAYER_TENSOR.fullmatch(name)
+    if bare_match and bare_match[2] in layer_names:
+        return {f"model.layers.{bare_match[1]}.{layer_names[bare_match[2]]}": tensor}
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}

@@ -15,6 +15,8 @@ from kvkeep.models.layers.states import CausalConvolution, StepStates
 from kvkeep.models.spec.state_layers import StateLayers, recurrent_state_name
 
 _CHUNK_TOKENS = 64
+DELTA_NET_OUTPUT = "linear_attn.out_proj.weight"  # the end of its name
+GATED_NORM = "linear_attn.norm.weight"  # its name ends so; its weight is not stored less 1
 _NORM_EPS = 1e-6  # of keys and queries
 
 
@@ -42,8 +44,8 @@ class GatedDeltaNet:
         self._convolution = CausalConvolution(weights, "linear_attn.conv1d", layers, index)
         self._decay_bias = weights.tensor("linear_attn.dt_bias", heads).float()
         self._decay_log = weights.tensor("linear_attn.A_log", heads).float()
-        self._norm = weights.tensor("linear_attn.norm.weight", layers.value_dim).float()
-        self._out_proj = weights.matrix("linear_attn.out_proj.weight", hidden_size, value_width)
+        self._norm = weights.tensor(GATED_NORM, layers.value_dim).float()
+        self._out_proj = weights.matrix(DELTA_NET_OUTPUT, hidden_size, value_width)
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
@@ -73,6 +75,14 @@ class GatedDeltaNet:
         if layers.tiled_output:  # the matrix has the first value head of each key head first
             out = torch.unflatten(out, 1, (layers.key_heads, -1)).transpose(1, 2)
         return self._out_proj(out.reshape(x.shape[0], -1).to(x.dtype))
+
+
+def output_columns(layers: StateLayers, rows: Tensor) -> Tensor:
+    """Return rows of the output projection with columns in the order of value heads."""
+    if not layers.tiled_output:
+        return rows
+    tiles = torch.unflatten(rows, 1, (-1, layers.key_heads, layers.value_dim))
+    return tiles.transpose(1, 2).flatten(1).contiguous()
 
 
 def delta_rule(

@@ -1,5 +1,6 @@
 """Export of a converted model as a folder of unpacked tensors, which transformers reads."""
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import InvalidArgument, ModelError, StoreError
+from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
 from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.config_fields import read_json
+from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.template_files import ADDITIONAL_FOLDER
 from kvkeep.models.weights.checkpoint import decoder_names_by_stored_name, rope_row_order
@@ -59,6 +63,9 @@ def export(
         to.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(to.absolute()) as partial_folder, bar:
             for path in folder.iterdir():
+                if path.name == "config.json":
+                    (partial_folder / path.name).write_bytes(_exported_config(path))
+                    continue
                 is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
                 if path.is_file() and not is_conversion_file:
                     shutil.copy(path, partial_folder)
@@ -67,6 +74,14 @@ def export(
             write_tensors(partial_folder / "model.safetensors", entries, chunks(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
+
+
+def _exported_config(path: Path) -> bytes:
+    """Return a config.json without the field that only converted weights need."""
+    config = read_json(path)
+    if config.pop(TILED_OUTPUT_FIELD, None) is None:
+        return path.read_bytes()
+    return f"{json.dumps(config, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def _header_entry(
@@ -89,6 +104,10 @@ def _stored_rows(
             tensors = [as_tensor(matrix, dtype) for matrix in matrices[first : first + per_expert]]
             rows = torch.stack(tensors, 1).flatten(0, 1)  # rows of gate and up alternate
             yield rows.t().contiguous()
+        return
+    if spec.states is not None and stored_name.endswith(DELTA_NET_OUTPUT):
+        (matrix,) = parts.values()
+        yield from (output_columns(spec.states, as_tensor(x, dtype)) for x in row_chunks(matrix))
         return
     for name, matrix in parts.items():
         row_order = rope_row_order(spec, name, matrix.shape[0])
