@@ -1,7 +1,7 @@
 """A model that writes given answers, for tests of what servers and clients make of them.
 
 The model is a real one, and the server is unchanged: a sampling constraint allows only the next
-token of the answer. Other constraints of the request, such as a grammar, are replaced.
+token of the answer. Other constraints of the request, such as a grammar, are replaced, or checked.
 """
 
 import json
@@ -21,7 +21,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.sampling import Sampling
+from kvkeep.session.sampling import Constraint, Sampling
 from tests.small_models import small_spec, small_tokenizer
 
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -43,27 +43,40 @@ _TEMPLATE = """\
 class ScriptedConstraint:
     """Allows the tokens of an answer, one after another."""
 
-    def __init__(self, ids: Sequence[int]):
-        self._ids = list(ids)
+    def __init__(self, ids: Sequence[int], checked: Constraint | None = None):
+        """checked: a constraint that must allow them too."""
+        self._ids, self._checked = list(ids), checked
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._checked is not None:
+            allowed = self._checked.masked(torch.zeros_like(logits))
+            assert allowed[self._ids[0]] == 0.0, f"token {self._ids[0]} is not allowed"
         masked = torch.full_like(logits, -torch.inf)
         masked[self._ids[0]] = 0.0
         return masked
 
     def accept(self, token: int) -> None:
         assert token == self._ids.pop(0)
+        if self._checked is not None:
+            self._checked.accept(token)
 
 
 class ScriptedEngine(Engine):
     """An engine whose generations write the answers that a function returns for their prompts.
 
     write: called with the text of the new part of the prompt. Texts of control tokens in its
-    answers are control tokens; an end token follows them.
+    answers are control tokens; an end token follows them. checks_constraints: whether the
+    constraints of requests must allow the answers.
     """
 
-    def __init__(self, model: Model, write: Callable[[str], str], **options: Any):
-        self._write = write
+    def __init__(
+        self,
+        model: Model,
+        write: Callable[[str], str],
+        checks_constraints: bool = False,
+        **options: Any,
+    ):
+        self._write, self._checks_constraints = write, checks_constraints
         super().__init__(model, **options)
 
     def submit(
@@ -91,7 +104,8 @@ class ScriptedEngine(Engine):
     def _scripted(self, request: GenerationRequest, sampling: Sampling) -> Sampling:
         answer = self._write(self.model.text.decode(request.prompt))
         ids = self.model.text.encode(answer, special=True)
-        constraint = ScriptedConstraint([*ids, self.model.end_token_ids[0]])
+        checked = sampling.constraint if self._checks_constraints else None
+        constraint = ScriptedConstraint([*ids, self.model.end_token_ids[0]], checked)
         return replace(sampling, constraint=constraint)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.chat.messages import Chat, MediaPart, Tool, ToolResult
+from kvkeep.chat.messages import Chat, MediaPart, ToolResult
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
-from kvkeep.server.grammar import compile_grammar, moved_schema
+from kvkeep.server.answer_grammar import compile_answer_or_calls
+from kvkeep.server.call_grammar import forced_call_schema
+from kvkeep.server.grammar import Grammar, compile_grammar
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
@@ -80,9 +82,7 @@ class ChatInput:
         schema or grammar, or for a combination of them.
         """
         model = self.context.service.model
-        if self.forced:
-            schema = forced_call_schema(self.chat.callable_tools)
-        grammar = await to_thread(compile_grammar, model, schema, gbnf)  # seconds for a large one
+        grammar, schema_calls = await to_thread(self._compile, schema, gbnf)
         self.context.notices.warn(*(grammar.warnings if grammar else ()))
         constraints = [
             reasoning_constraint(
@@ -92,15 +92,34 @@ class ChatInput:
                 reasoning_budget,
                 grammar and grammar.copy(),
                 model.end_token_ids,
+                self._may_call_beside(schema),
             )
             for _ in samplings
         ]
         pairs = zip(samplings, constraints, strict=True)
-        schema_calls = None if schema is None or self.forced else frozenset[str]()
         return (
             replace(self, schema_calls=schema_calls),
             [replace(sampling, constraint=constraint) for sampling, constraint in pairs],
         )
+
+    def _may_call_beside(self, schema: Mapping[str, Any] | None) -> bool:
+        """Whether the answer follows a schema, or calls tools instead."""
+        return schema is not None and not self.forced and bool(self.chat.callable_tools)
+
+    def _compile(
+        self, schema: Mapping[str, Any] | None, gbnf: str | None
+    ) -> tuple[Grammar | None, frozenset[str] | None]:
+        """Compile the answer's grammar, if any; for a large one this takes seconds.
+
+        Returns it, and the value of `schema_calls`.
+        """
+        model, tools = self.context.service.model, self.chat.callable_tools
+        if self.forced:
+            return compile_grammar(model, forced_call_schema(tools), gbnf), None
+        if schema is None or gbnf or not tools:
+            no_calls = None if schema is None else frozenset[str]()
+            return compile_grammar(model, schema, gbnf), no_calls
+        return compile_answer_or_calls(model, schema, tools)
 
     def new_reader(self) -> OutputReader:
         """Return a reader for one generation's answer."""
@@ -140,20 +159,3 @@ def _media_warnings(chat: Chat) -> list[str]:
     parts = [part for content in contents for part in content if isinstance(part, MediaPart)]
     kinds = ", ".join(sorted({part.kind for part in parts}))
     return [f"messages: placeholders stand for content of type {kinds}"] if kinds else []
-
-
-def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
-    call_schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.name},
-                "arguments": moved_schema(tool.parameters, f"#/anyOf/{index}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for index, tool in enumerate(tools)
-    ]
-    return {"anyOf": call_schemas}

@@ -101,6 +101,17 @@ class Grammar:
             raise InvalidArgument(f"the grammar is not supported: {reason}") from error
         return cls(model, grammar)
 
+    @classmethod
+    def from_lark(cls, model: Model, rules: str) -> "Grammar":
+        """Compile a grammar in llguidance's variant of Lark. Raises InvalidArgument."""
+        if len(rules) > _MAX_CHARACTERS:
+            raise InvalidArgument(f"a grammar can have at most {_MAX_CHARACTERS:,} characters")
+        return cls(model, LLMatcher.grammar_from_lark(rules))
+
+    def allows(self, tokens: list[int]) -> bool:
+        """Whether the text can go on with these tokens."""
+        return bool(self._matcher.validate_tokens(tokens) == len(tokens))
+
     def masked(self, logits: Tensor) -> Tensor:
         """Return logits `[vocab]` with -inf for tokens not allowed next. Raises InvalidArgument."""
         self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)

@@ -33,12 +33,25 @@ class ReasoningConstraint:
         budget: int | None,
         answer: Constraint | None,
         end_token_ids: Sequence[int],
+        has_header: bool = False,
     ):
-        """budget: tokens of reasoning; None for any number, 0 for none. answer: its constraint."""
+        """budget: tokens of reasoning; None for any number, 0 for none. answer: its constraint.
+
+        has_header: whether that constrains the header of the answer's channel too, if any.
+        """
         markers = output_format.reasoning[0]
         self._codec, self._channels = codec, output_format.channels
         self._start, self._end = markers.start, markers.end
-        self._budget, self._answer, self._end_ids = budget, answer, list(end_token_ids)
+        self._budget, self._answer = budget, answer
+        openers = (form.opener for form in output_format.calls)
+        opener_ids = [
+            codec.encode(opener, special=True)[0]
+            for opener in openers
+            if opener in output_format.control_markers
+        ]
+        # Before the end of the reasoning, the answer neither ends nor begins.
+        self._forbidden_ids = [*end_token_ids, *opener_ids]
+        self._header = "" if has_header else _FINAL_CHANNEL
         self._forced: list[int] = []  # ids that must come next
         self._after_forced: Callable[[], None] = self._begin_answer
         self._phase: _Phase = "opening"
@@ -48,7 +61,7 @@ class ReasoningConstraint:
             self._begin_reasoning()
         elif self._channels and answer is not None:
             if budget == 0:
-                self._force(_FINAL_CHANNEL, self._begin_answer)
+                self._force(self._header, self._begin_answer)
             else:
                 self._force(self._start, self._begin_reasoning)
 
@@ -64,7 +77,7 @@ class ReasoningConstraint:
             mask[self._forced[0]] = 0.0
             return mask
         if self._phase == "reasoning":
-            return logits if self._answer is None else _without(logits, self._end_ids)
+            return logits if self._answer is None else _without(logits, self._forbidden_ids)
         if self._phase == "opening" and not self._channels:
             return self._masked_opening(logits)
         return logits if self._answer is None else self._answer.masked(logits)
@@ -116,7 +129,7 @@ class ReasoningConstraint:
     def _end_reasoning(self) -> None:
         self._begin_answer()
         if self._channels and self._answer is not None:
-            self._force(_NEXT_MESSAGE + _FINAL_CHANNEL, self._begin_answer)
+            self._force(_NEXT_MESSAGE + self._header, self._begin_answer)
 
     def _begin_answer(self) -> None:
         self._phase, self._text = "answer", b""
@@ -128,6 +141,8 @@ class ReasoningConstraint:
     def _force(self, text: str, after: Callable[[], None]) -> None:
         """Force the tokens of a text, and call `after` behind them."""
         self._forced, self._after_forced = self._codec.encode(text, special=True), after
+        if not self._forced:
+            after()
 
 
 def reasoning_constraint(
@@ -137,6 +152,7 @@ def reasoning_constraint(
     budget: int | None,
     answer: Constraint | None,
     end_token_ids: Sequence[int],
+    has_header: bool = False,
 ) -> Constraint | None:
     """Return a constraint for an answer that may begin with reasoning; None if there is none.
 
@@ -149,7 +165,7 @@ def reasoning_constraint(
     if not (starts_in_reasoning or is_known or output_format.channels):
         return answer
     return ReasoningConstraint(
-        codec, output_format, starts_in_reasoning, budget, answer, end_token_ids
+        codec, output_format, starts_in_reasoning, budget, answer, end_token_ids, has_header
     )
 
 

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from kvkeep.chat.messages import Tool
 from kvkeep.model import Model
-from kvkeep.server.chat_input import forced_call_schema
+from kvkeep.server.call_grammar import forced_call_schema
 from kvkeep.server.grammar import Grammar, close_objects
 
 CITY = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,12 +12,17 @@ import httpx
 import pytest
 
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool
+from kvkeep.chat.output_format import FORMATS
 from kvkeep.model import Model
 from kvkeep.server.grammar import Grammar
 from tests.chat.api_answers import APIS
-from tests.server.conftest import RunningServer
+from tests.chat.test_families import SIGNS
+from tests.chat.written_answers import FORMS
+from tests.scripted_model import ScriptedEngine, family_model
+from tests.server.conftest import RunningServer, serving
 from tests.server.scripted_answers import scripted_answers
 
+_MARKER = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = Tool("weather", parameters=CITY)
 QUESTION = Chat((Message("user", (TextPart("How is the weather?"),)),), (WEATHER,))
@@ -53,6 +60,78 @@ def test_without_a_schema_json_is_a_call_only_in_the_forms_of_bare_json(
         ):
             with scripted_answers(smollm2, answer, output_format=output_format):
                 assert APIS[api](client, QUESTION, True) == parts
+
+
+IN_FIRST_TIER = ("hermes", "llama3", "mistral", "qwen3-coder", "harmony")
+ROME = ("call", ("weather", {"city": 'the "City"'}))
+REASONING = ("reasoning", "Hm, weather.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_FIRST_TIER else pytest.mark.extended)
+        for name in FORMS
+        if name not in ("mistral list", "mistral id", "harmony recipient", "deepseek fenced")
+    ],
+)
+def test_the_answer_is_calls_or_json_by_the_schema(name: str, tmp_path: Path) -> None:
+    """The grammar allows both in each form, and every API gives them as what they are."""
+    form = FORMS[name]
+    is_harmony = form.output_format == "harmony"
+    markers = [text for text in FORMATS[form.output_format].markers if _MARKER.fullmatch(text)]
+    model = family_model(tmp_path, markers, SIGNS[form.output_format])
+    answer = json.dumps({"name": "weather", "about": "a <b> c"}, separators=(",", ":"))
+    header = "<|channel|>final<|message|>" if is_harmony else ""
+    call = form.write_calls([ROME[1]])
+    reasoning = f"{form.reasoning[0]}{REASONING[1]}{form.reasoning[1]}"
+    reasoning += "<|start|>assistant" if is_harmony else ""
+    cases = [
+        (f"{reasoning}{call}", [REASONING, ROME]),
+        (f"{reasoning}{header}{answer}", [REASONING, ("text", answer)]),
+    ]
+    if not is_harmony:  # whose answers begin with reasoning
+        cases += [(call, [ROME]), (answer, [("text", answer)])]
+    answers: list[str] = []
+    options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
+    engine = ScriptedEngine(model, lambda prompt: answers.pop(0), **options)
+    with serving(engine) as server, server.client() as client:
+        for ask in APIS.values():
+            for text, parts in cases:
+                for stream in (False, True):
+                    answers.append(text.replace("\x00", ""))
+                    assert ask(client, QUESTION, stream, PERSON) == parts, (ask, stream)
+
+
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_the_choice_of_tools_leaves_one_of_both(server: RunningServer, choice: str) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    fields = {"tools": [tool], "tool_choice": choice, "max_tokens": 60, "temperature": 0}
+    with server.client() as client:
+        response = client.post("/v1/chat/completions", json={**body("", **fields)})
+    message = response.json()["choices"][0]["message"]
+    if choice == "none":
+        assert "tool_calls" not in message
+        assert message["content"].startswith('{"name":"')
+    else:
+        assert message["tool_calls"][0]["function"]["name"] == "weather"
+        assert not message["content"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_default_model_writes_one_of_both(server: RunningServer, seed: int) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    fields = {"tools": [tool], "max_tokens": 200, "temperature": 1.5, "seed": seed}
+    with server.client() as client:
+        response = client.post("/v1/chat/completions", json={**body("", **fields)})
+    choice = response.json()["choices"][0]
+    message = choice["message"]
+    if choice["finish_reason"] == "tool_calls":
+        for call in message["tool_calls"]:
+            assert set(json.loads(call["function"]["arguments"])) == {"city"}
+        assert not message["content"]
+    elif choice["finish_reason"] == "stop":
+        assert set(json.loads(message["content"])) == {"name", "about"}
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""Grammars of a call's arguments in forms other than JSON, by the tool's schema.
+
+Each known argument comes at most once, in the order of the schema, and with a value of one of its
+types. What is inside of arrays and objects is free.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.tagged_calls import value_types
+from kvkeep.server.lark_rules import LarkRules, either, json_value, literal
+
+_DEFINITIONS = ("$defs", "definitions")
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_NUMBER = r"/-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,4})?/"
+_FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,60}/"
+
+
+@dataclass(frozen=True)
+class ValueSyntax:
+    """A syntax of values. string: an expression; text: that of one string."""
+
+    string: str
+    text: Callable[[str], str]
+    key: str
+    true: str = "true"
+    false: str = "false"
+    null: str = "null"
+    comma: str = "/, ?/"
+    colon: str = "/: ?/"
+
+
+def python_syntax() -> ValueSyntax:
+    """Return the syntax of Python's literals."""
+    string = r"""/"([^"\\\n]|\\[^xuU\n])*"/ | /'([^'\\\n]|\\[^xuU\n])*'/"""
+    words = {"true": "True", "false": "False", "null": "None"}
+    return ValueSyntax(
+        string, lambda text: f"{literal(literal(text))} | {literal(repr(text))}", string, **words
+    )
+
+
+def quoted_syntax(rules: LarkRules, quote: str) -> ValueSyntax:
+    """Return Gemma's syntax: a marker around texts, none around keys."""
+    marker = rules.marker(quote)
+    return ValueSyntax(
+        f"{marker} {rules.text_up_to(quote)}",
+        lambda text: f"{marker} {literal(text)} {marker}",
+        r"/[^:,{}\[\]<>\"\s]{1,100}/",
+        comma='","',
+        colon='":"',
+    )
+
+
+def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: str) -> str:
+    """Return `key=value` for the arguments, with commas. Needs the rules of `define_values`."""
+    if not _has_properties(tool):
+        item = rules.add(f'{_FREE_KEY} "{equals}" value')
+        return f"({item} ({syntax.comma} {item})*)?"
+    items = []
+    for key, schema, is_required in _properties(tool):
+        types = sorted(value_types(tool, key) & frozenset(_TYPES))
+        values = [syntax.text(text) for text in _enum_texts(schema)]
+        values = values or [f"value_{name}" for name in types] or ["value"]
+        items.append((f"{literal(key + equals)} ({either(values)})", is_required))
+    return rules.separated(items, syntax.comma) if items else ""
+
+
+def define_values(rules: LarkRules, syntax: ValueSyntax) -> None:
+    """Define the rules of values."""
+    comma, pair = syntax.comma, f"({syntax.key}) {syntax.colon} value"
+    rules.define("value", either(f"value_{name}" for name in _TYPES))
+    rules.define("value_string", syntax.string)
+    rules.define("value_number", _NUMBER)
+    rules.define("value_boolean", f"{literal(syntax.true)} | {literal(syntax.false)}")
+    rules.define("value_null", literal(syntax.null))
+    rules.define("value_array", f'"[" (value ({comma} value)*)? "]"')
+    rules.define("value_object", f'"{{" ({pair} ({comma} {pair})*)? "}}"')
+
+
+def tagged_arguments(
+    rules: LarkRules, tool: Tool, begin: Callable[[str], str], end: str, behind: str = ""
+) -> str:
+    """Return values between tags, one after another.
+
+    begin: returns what is before the value of a key, in an expression. end: a marker, or a text
+    that is not in values. behind: an expression.
+    """
+    if not _has_properties(tool):
+        return f"({begin('')} {rules.text_up_to(end)} {behind})*"
+    items = []
+    for key, schema, is_required in _properties(tool):
+        types = value_types(tool, key)
+        if texts := _enum_texts(schema):
+            value = f"({either(map(literal, texts))}) {rules.marker(end)}"
+        elif not types or "string" in types:
+            value = rules.text_up_to(end)
+        else:
+            definitions = {
+                name: tool.parameters[name] for name in _DEFINITIONS if name in tool.parameters
+            }
+            value = f"{json_value({**definitions, **schema})} {rules.marker(end)}"
+        item = f"{begin(key)} {value} {behind}"
+        items.append(item if is_required else f"({item})?")
+    return " ".join(items)
+
+
+def _has_properties(tool: Tool) -> bool:
+    return isinstance(tool.parameters.get("properties"), Mapping)
+
+
+def _properties(tool: Tool) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yield key, schema and whether it is required, for each property."""
+    required = tool.parameters.get("required")
+    for key, schema in tool.parameters["properties"].items():
+        is_required = isinstance(required, list) and key in required
+        yield key, schema if isinstance(schema, Mapping) else {}, is_required
+
+
+def _enum_texts(schema: Mapping[str, Any]) -> list[str]:
+    """Return the allowed texts, if no other values are allowed; otherwise nothing."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    is_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return list(values) if isinstance(values, list) and is_texts else []
