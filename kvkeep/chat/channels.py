@@ -126,9 +126,8 @@ def _read_text(reading: AnswerReading, forced: bool, has_schema: bool) -> Steps[
 
 def _read_call(reading: AnswerReading, recipient: str) -> Steps[None]:
     """Read a message to a recipient. It is text, as it was written, if that is no known tool."""
-    name = recipient.removeprefix("functions.")
     try:
-        reading.require_tool(name)
+        name = reading.require_tool(recipient).name
         if (yield from reading.skip_space()) == "{":
             yield reading.start_call(name)
             yield from stream_object(reading, _ENDS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+NAMESPACE_SEPARATOR = "__"  # in the names by which the model knows the tools of a namespace
 _BETWEEN_MESSAGES = "\n\n"  # between the texts of merged messages
 
 

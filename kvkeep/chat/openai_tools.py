@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
-from kvkeep.chat.messages import Tool, ToolChoice
+from kvkeep.chat.messages import NAMESPACE_SEPARATOR, Tool, ToolChoice
 from kvkeep.chat.output import parse_arguments
 from kvkeep.errors import InvalidArgument
 
@@ -121,7 +121,7 @@ def parse_choice(value: Any, tools: Sequence[Tool], where: str = "tool_choice") 
 
 def joined_name(namespace: str, name: str) -> str:
     """Return the name by which the model knows a tool of a namespace."""
-    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+    return f"{namespace.rstrip('_')}{NAMESPACE_SEPARATOR}{name}" if namespace else name
 
 
 def own_name(name: str, namespace: str) -> str:

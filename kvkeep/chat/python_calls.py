@@ -12,7 +12,6 @@ _SCALAR = re.compile(r"[^\s,:\[\]{}()\"'\ud800-\udfff]{0,400}")
 _STRING_RUN = re.compile(r"[^\"'\\\ud800-\udfff]+")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{0,2}|u[0-9a-fA-F]{0,4}|U[0-9a-fA-F]{0,8}|[^xuU])?", re.S)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "0": "\0"}
-_MODULES = ("default_api.", "functions.")
 _MAX_DEPTH = 100
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
@@ -47,9 +46,6 @@ def _read_call(reading: AnswerReading) -> Steps[int]:
         yield from reading.skip_space()
         name = yield from reading.take_match(_NAME)
         yield from reading.expect("(")
-    for module in _MODULES:
-        if name not in reading.tools:
-            name = name.removeprefix(module)
     positional = iter(reading.require_tool(name).parameters.get("properties") or ())
     yield reading.start_call(name)
     opening = "{"

@@ -5,10 +5,10 @@ step depends only on the text before it, any division of the text into pieces gi
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from kvkeep.chat.messages import Tool
+from kvkeep.chat.messages import NAMESPACE_SEPARATOR, Tool
 from kvkeep.chat.output import (
     CallArguments,
     CallEnded,
@@ -19,6 +19,7 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.scanner import SPACE, Scanner
 
+_MODULES = re.compile(r"^(?:(?:default_api|functions|tools)\.)+")
 T = TypeVar("T")
 Steps = Generator[OutputEvent | None, None, T]
 
@@ -152,12 +153,13 @@ class AnswerReading:
         yield ReasoningDelta(visible)
 
     def start_call(self, name: str, call_id: str = "") -> CallStarted:
-        """Begin a call of a known tool. From now on what was read is no text."""
+        """Begin a call of a known tool, by any of its names. What was read is no text any more."""
+        tool = self.require_tool(name)
         self._begin_other()
         self._ends_with_call = True
         self.scanner.mark()
         self.call_count += 1
-        return CallStarted(self.call_count - 1, call_id or self._new_call_id(), name)
+        return CallStarted(self.call_count - 1, call_id or self._new_call_id(), tool.name)
 
     def arguments(self, text: str) -> CallArguments:
         """Return a part of a call's arguments. text: JSON, with control tokens only in strings."""
@@ -173,13 +175,32 @@ class AnswerReading:
         yield self.end_call()
 
     def require_tool(self, name: str) -> Tool:
-        """Return a tool by name. Raises NotACall for an unknown one."""
-        if name not in self.tools:
+        """Return a tool by a name as `tool_name` takes it. Raises NotACall for an unknown one."""
+        full_name = tool_name(name, self.tools)
+        if full_name is None:
             raise NotACall
-        return self.tools[name]
+        return self.tools[full_name]
 
     def _begin_other(self) -> None:
         self._space, self._wrote_other = "", True
+
+
+def tool_name(written: str, names: Collection[str]) -> str | None:
+    """Return which of the names a model means; None if it is none of them, or not certain.
+
+    Models write modules before names, and points between a namespace and a name, or leave out the
+    namespace: `functions.find`, `crm.find` and `find` all mean `crm__find`, unless another of the
+    names is `find`, or there are others that end with `__find`.
+    """
+    if written in names:
+        return written
+    written = _MODULES.sub("", written)
+    joined = written.replace(".", NAMESPACE_SEPARATOR)
+    for name in (written, joined):
+        if name in names:
+            return name
+    ends = [name for name in names if joined and name.endswith(NAMESPACE_SEPARATOR + joined)]
+    return ends[0] if len(ends) == 1 else None
 
 
 def merged(events: Iterable[OutputEvent]) -> list[OutputEvent]:

@@ -94,6 +94,40 @@ def test_hermes_calls_are_read(text: str, expected: list[object], size: int) -> 
     assert described(read(text, size=size)) == expected
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("tools.weather", "weather"),
+        ("functions.weather", "weather"),
+        ("crm.find", "crm__find"),
+        ("functions.crm__find", "crm__find"),
+        ("functions.find", "crm__find"),
+        ("find", "crm__find"),
+        ("fs.read", "mcp__fs__read"),
+        ("web.read", "mcp__web__read"),
+    ],
+)
+def test_names_that_models_write_are_those_of_the_tools(form: str, written: str, name: str) -> None:
+    """With or without a module, and with or without the namespace."""
+    names = ("weather", "crm__find", "mcp__fs__read", "mcp__web__read")
+    text = FORMS[form].write_calls([(written, {"a": 1})]).replace("\x00", "")
+    reader = OutputReader(
+        format_of(FORMS[form], control_tokens=False), [Tool(name) for name in names]
+    )
+    output = joined_output([*reader.push([text]), *reader.finish()])
+    assert [call.name for call in output.calls] == [name]
+
+
+@pytest.mark.parametrize("written", ["read", "e.read", "functions.", "__find", "weather.find"])
+def test_names_that_no_tool_or_several_have_are_text(written: str) -> None:
+    tools = [Tool(name) for name in ("weather", "crm__find", "mcp__fs__read", "mcp__web__read")]
+    text = FORMS["hermes"].write_calls([(written, {})]).replace("\x00", "")
+    reader = OutputReader(format_by_name("hermes"), tools)
+    output = joined_output([*reader.push([text]), *reader.finish()])
+    assert (output.calls, output.text) == ([], text)
+
+
 @pytest.mark.parametrize("size", [1, 3, 10**9])
 def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(size: int) -> None:
     text = '{"name": "weather", "arguments": {"city": "Rome"}}'
