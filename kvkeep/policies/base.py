@@ -1,7 +1,7 @@
 """The interface of a policy: the choice of segments, and what happens at the budget."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -10,6 +10,20 @@ from kvkeep.cache import KVCache, Segment
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
+
+# Methods and attributes by their names of earlier versions, which nothing uses any more.
+_RENAMED: Mapping[str, str] = {
+    "calibrated": "with_calibration",
+    "changed": "reconfigure",
+    "check_held": "check_contents",
+    "compresses": "allows_compression",
+    "discards": "discard_count",
+    "exact": "exact_tokens",
+    "longest": "max_budget",
+    "most_in_window": "window_limit",
+    "observed": "query_count",
+    "settle": "enforce_bounds",
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,13 @@ class Policy(ABC):
     name: ClassVar[str]
     allows_compression: ClassVar[bool] = False
     max_kv_size: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Raise TypeError for a policy that defines an old name, and so would be ignored."""
+        super().__init_subclass__(**keywords)
+        for name, new_name in _RENAMED.items():
+            if hasattr(cls, name):
+                raise TypeError(f"{cls.__name__}.{name} is not used: rename it to {new_name}")
 
     def __post_init__(self) -> None:
         for field in fields(self):

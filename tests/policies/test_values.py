@@ -107,3 +107,17 @@ def test_all_public_names_are_in_kvkeep() -> None:
 
     for name in kvkeep.__all__:
         assert name == "__version__" or getattr(kvkeep, name).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("name", "new_name"),
+    [("settle", "enforce_bounds"), ("discards", "discard_count"), ("exact", "exact_tokens")],
+)
+def test_a_policy_that_defines_a_method_by_its_old_name_is_refused(
+    name: str, new_name: str
+) -> None:
+    """Nothing would call it, and so the policy would silently be another one."""
+    assert hasattr(Policy, new_name)
+    with pytest.raises(TypeError, match=rf"Own\.{name} is not used: rename it to {new_name}"):
+        type("Own", (Sliding,), {name: lambda self, cache: 0})
+    assert type("Own", (Sliding,), {new_name: lambda self, cache: 0})
