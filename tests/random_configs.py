@@ -10,7 +10,8 @@ import transformers
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 SEPARATE_LOCAL_ROPE = ("Olmo3", "Gemma3Text", "Gemma3nText", "Gemma4Text")
-PARTIAL_ROTARY = ("Phi3", "Glm", "Glm4", "Qwen3_5Text")
+DELTA_NETS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
+PARTIAL_ROTARY = ("Phi3", "Glm", "Glm4", *DELTA_NETS)
 FIXED_HEADS = ("Cohere2", "Olmoe", "Qwen2_5_VLText")  # as wide as the hidden size says
 MULTIPLIERS = (
     "embedding_multiplier",
@@ -45,7 +46,7 @@ def random_config(architecture: str, random: Random) -> dict[str, Any]:
     family, class_fields = family_name(architecture), class_defaults(architecture)
     layers, heads = random.randint(2, 5), random.choice([1, 2, 3, 4, 6, 8])
     head_dim = random.choice([4, 8, 16] if family.startswith("Glm") else [4, 6, 8, 10, 12, 16, 24])
-    if family == "Qwen3_5Text":  # of which a quarter is rotated
+    if family in DELTA_NETS:  # of which a quarter is rotated
         head_dim = random.choice([8, 16, 24])
     values: dict[str, Any] = {
         "vocab_size": random.randint(64, 128),
@@ -164,7 +165,7 @@ def _experts(
 
 def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
     """Draw which layers keep a state instead of cells, and the sizes of the states."""
-    if family not in ("Lfm2", "Qwen3_5Text"):
+    if family not in ("Lfm2", *DELTA_NETS):
         return {}
     state_kind = "conv" if family == "Lfm2" else "linear_attention"
     attending = {layer for layer in range(layers) if random.random() < 0.4}
@@ -172,7 +173,7 @@ def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
     result: dict[str, Any] = {
         "layer_types": [GLOBAL if layer in attending else state_kind for layer in range(layers)]
     }
-    if family == "Qwen3_5Text":
+    if family in DELTA_NETS:
         key_heads = random.randint(1, 3)
         return result | {
             "linear_num_key_heads": key_heads,
@@ -282,7 +283,7 @@ def _rope_settings(
         pairs = int(width * share) // 2
     elif family in ("Glm", "Glm4"):
         pairs = width // 4
-    elif family == "Qwen3_5Text":
+    elif family in DELTA_NETS:
         pairs = int(width * 0.25) // 2
     original = random.choice([40, 64, values["max_position_embeddings"]])
     if kind == "linear":

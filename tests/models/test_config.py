@@ -168,8 +168,6 @@ def test_unsupported_configs_are_refused_by_name(
 
 
 STATES = [
-    "Qwen3NextForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
     "Lfm2MoeForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "FalconH1ForCausalLM",

@@ -73,6 +73,15 @@ TWO_ROPES = {
 }
 PART = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.25}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
+DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", WHOLE, *["linear_attention"] * 3, WHOLE, WHOLE],
+    "rope_parameters": PART | {"partial_rotary_factor": 0.5},
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 64,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+}
 OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "Exaone4": {"sliding_window_pattern": 3},
     "Gemma2": {"attn_logit_softcapping": 5.0},
@@ -97,15 +106,9 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "block_multiple_of": 100,
         "block_ffn_dim_multiplier": 1.3,
     },
-    "Qwen3_5Text": {
-        "layer_types": ["linear_attention", WHOLE, *["linear_attention"] * 3, WHOLE, WHOLE],
-        "rope_parameters": PART | {"partial_rotary_factor": 0.5},
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 64,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
-        "linear_conv_kernel_dim": 3,
-    },
+    "Qwen3_5MoeText": DELTA_NET,
+    "Qwen3Next": DELTA_NET,
+    "Qwen3_5Text": DELTA_NET,
     "Olmo3": TWO_ROPES,
     "Phi3": {
         "rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.75} | LONGROPE,

@@ -339,6 +339,12 @@ FAMILIES = {
             },
         },
     ),
+    "qwen3.5-moe": ("Qwen3_5MoeText", QWEN35 | EXPERTS | SHARED),
+    "qwen3-next": ("Qwen3Next", QWEN35 | EXPERTS | SHARED),
+    "qwen3-next-dense-first": (
+        "Qwen3Next",
+        QWEN35 | EXPERTS | SHARED | {"mlp_only_layers": [0, 2], "norm_topk_prob": False},
+    ),
     "granite-moe": ("GraniteMoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini", "cohere"]
@@ -358,7 +364,7 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
-STATES = ["lfm2", "qwen3.5"]
+STATES = ["lfm2", "qwen3.5", "qwen3-next"]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 

@@ -1,7 +1,7 @@
 """GGUF files of families other than Llama and Qwen, written by gguf-py with its names."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,8 @@ def add_qwen35_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     is_state = [kind == "linear_attention" for kind in config.layer_types]
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_state)
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if writer.arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def tiled_value_heads(name: str, array: np.ndarray, config: Any) -> np.ndarray:
@@ -286,6 +287,32 @@ def tiled_value_heads(name: str, array: np.ndarray, config: Any) -> np.ndarray:
         for key in range(key_heads)
     ]
     return np.concatenate([keys, *(tiles[head] for head in order)], axis)
+
+
+def delta_net_tensors(
+    name: str, array: np.ndarray, config: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a tensor of Qwen3.5 or Qwen3-Next as llama.cpp's converter changes it."""
+    if ".linear_attn." not in name:
+        yield name, array + 1 if name.endswith("norm.weight") else array
+        return
+    if ".conv1d." in name:
+        array = array.squeeze(1)
+    if config.model_type != "qwen3_next":
+        array = tiled_value_heads(name, array, config)
+    elif ".in_proj_qkvz." in name:
+        keys, ratio = config.linear_num_key_heads, config.linear_num_value_heads
+        ratio //= keys
+        value_rows = ratio * config.linear_value_head_dim
+        ends = np.cumsum([config.linear_key_head_dim] * 2 + [value_rows])
+        parts = np.split(array.reshape(keys, -1, array.shape[1]), ends, axis=1)
+        q, k, v, z = (part.reshape(-1, array.shape[1]) for part in parts)
+        yield name.replace("qkvz", "qkv"), np.concatenate((q, k, v))
+        yield name.replace("qkvz", "z"), z
+        return
+    if name.endswith(".A_log"):
+        array = -np.exp(array)
+    yield name.replace(".dt_bias", ".dt_proj.bias"), array
 
 
 def add_gemma3n_fields(writer: GGUFWriter, config: Any) -> None:
@@ -329,7 +356,7 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(heads)
-    if architecture != "gemma4":
+    if architecture not in ("gemma4", "qwen35moe"):
         writer.add_feed_forward_length(config.intermediate_size)
     if architecture not in ("gemma4", "lfm2"):
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -351,7 +378,7 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
         add_gemma4_fields(writer, config)
     if architecture == "gemma3n":
         add_gemma3n_fields(writer, config)
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe", "qwen3next"):
         add_qwen35_fields(writer, config)
     if architecture == "lfm2":
         add_lfm2_fields(writer, config)
@@ -421,16 +448,10 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        if ".conv.conv." in name or ".conv1d." in name:
+        if ".conv.conv." in name:
             array = array.squeeze(1)
         if architecture == "qwen35":
-            if ".linear_attn." in name:
-                array = tiled_value_heads(name, array, config)
-            elif name.endswith("norm.weight"):
-                array = array + 1
-            if name.endswith(".A_log"):
-                array = -np.exp(array)
-            name = name.replace(".dt_bias", ".dt_proj.bias")
+            ((name, array),) = delta_net_tensors(name, array, config)
         form = gguf_type(name, array, stored)
         if name.endswith(("layer_scalar", "correct_output_scale")) or ".experts." in name:
             name += ".weight"
@@ -582,7 +603,6 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("qwen35moe", "Gated DeltaNet"),
         ("lfm2moe", "short convolutions"),
         ("granitehybrid", "Mamba.*granite-4"),
         ("falcon-h1", "Mamba"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
 }
+DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 IMAGES: dict[str, dict[str, Any]] = {
     "Qwen3VL": {
         "depth": 1,
@@ -39,6 +47,14 @@ IMAGES: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
     "Qwen3_5": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 16,
+    },
+    "Qwen3_5Moe": {
         "depth": 1,
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -83,12 +99,13 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 TEXT_OF: dict[str, dict[str, Any]] = {
     "Mistral3": {"model_type": "mistral", "sliding_window": None},
-    "Qwen3_5": {
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+    "Qwen3_5": DELTA_NET,
+    "Qwen3_5Moe": DELTA_NET
+    | {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
     },
     "Gemma3": {
         "num_hidden_layers": 7,
@@ -110,7 +127,7 @@ TEXT_OF: dict[str, dict[str, Any]] = {
 
 def write_checkpoint(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tensor:
     """Write a random checkpoint; return transformers' logits of `TOKENS`, `[n, vocab]`."""
-    text = TEXT | TEXT_OF.get(kind, {})
+    text = deepcopy(TEXT | TEXT_OF.get(kind, {}))  # some config classes change their arguments
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=IMAGES[kind], tie_word_embeddings=tied
     )

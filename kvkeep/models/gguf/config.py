@@ -45,6 +45,8 @@ _CLASS_AND_MODEL_TYPE = {
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
 }
 # GGUF files that are not language models, by `general.type`.
 _NOT_MODELS = {
@@ -182,7 +184,12 @@ def _sliding_window(file: GgufFile) -> int:
 
 
 def _mlp_width_key(file: GgufFile) -> str:
-    """Return the metadata key of the MLP's width: for a dense Granite 4, the shared expert's."""
+    """Return the metadata key of the MLP's width: for a dense Granite 4, the shared expert's.
+
+    A Qwen3.5-MoE has experts only.
+    """
+    if file.arch == "qwen35moe":
+        return "{arch}.expert_feed_forward_length"
     shared_key = "{arch}.expert_shared_feed_forward_length"
     is_dense_granite4 = file.arch == "granite" and file.non_negative_int(shared_key, 0) > 0
     return shared_key if is_dense_granite4 else "{arch}.feed_forward_length"

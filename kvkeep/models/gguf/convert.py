@@ -19,7 +19,6 @@ from kvkeep.models.gguf.config import config_from_gguf, generation_config
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.gguf.tensors import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
-from kvkeep.models.gguf.value_heads import delta_net_row_order
 from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.layers.delta_net import GATED_NORM
 from kvkeep.models.layers.network import tensor_shapes
@@ -34,6 +33,7 @@ from kvkeep.models.weights.packed_file import NewMatrix, write_packed
 from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix, from_gguf, is_packable, pack
 from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
+from kvkeep.models.weights.value_heads import delta_net_row_order, fused_row_order
 from kvkeep.storage.files.atomic import write_atomic
 
 _CHUNK_WEIGHTS = 1 << 24  # how many weights are converted at a time
@@ -82,6 +82,8 @@ def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.i
     Example: a head of 4 rows has the GGUF rows 0, 2, 1, 3.
     """
     rows = np.arange(tensor.shape[0], dtype=np.int64)
+    if (fused_order := fused_row_order(spec.states, name)) is not None:
+        return fused_order
     if spec.states is not None and (order := delta_net_row_order(spec.states, name)) is not None:
         return order
     projection = re.search(r"self_attn\.([qk])_proj\.", name)

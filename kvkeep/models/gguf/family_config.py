@@ -8,11 +8,14 @@ from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.rope import attention_factor, linear_factor, unscaled_longrope
 
 # Architectures with experts, by the config field for their number.
-_NUM_EXPERTS_ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
+_SHARED_EXPERT_ARCHS = ("qwen2moe", "qwen3next", "qwen35moe")
+_NUM_EXPERTS_ARCHS = (*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
 _NUM_LOCAL_EXPERTS_ARCHS = ("llama", "granitemoe", "gpt-oss")
 _OPTIONAL_EXPERTS_ARCHS = ("llama", "gemma4")  # some models of these have no experts
-_NORM_TOPK_ARCHS = ("qwen3moe", "qwen3vlmoe")  # renormalise expert weights by default
-_SOME_DENSE_ARCHS = ("qwen2moe", "qwen3moe", "qwen3vlmoe")  # some layers may have a plain MLP
+# Renormalise expert weights by default.
+_NORM_TOPK_ARCHS = ("qwen3moe", "qwen3vlmoe", "qwen3next", "qwen35moe")
+# Some layers may have a plain MLP.
+_SOME_DENSE_ARCHS = (*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe")
 # Supported values of a router's settings, the default first.
 _ROUTER_VALUES: dict[str, tuple[float, ...]] = {
     "expert_gating_func": (1,),  # LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
@@ -47,7 +50,9 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
         return {}
     for key, supported in _ROUTER_VALUES.items():
         value = file.number("{arch}." + key, supported[0])
-        has_shared_expert = arch == "qwen2moe" and key == "expert_shared_feed_forward_length"
+        has_shared_expert = (
+            arch in _SHARED_EXPERT_ARCHS and key == "expert_shared_feed_forward_length"
+        )
         if value not in supported and not has_shared_expert:
             raise file.unsupported_error(f"is a mixture of experts with {key} {value!r}")
     count_field = "num_experts" if arch in _NUM_EXPERTS_ARCHS else "num_local_experts"
@@ -66,9 +71,10 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
     if arch in _SOME_DENSE_ARCHS:
         layers, tensors = range(file.layer_count()), file.tensors
         config["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate.weight" in tensors]
-    if arch == "qwen2moe":
+    if arch in _SHARED_EXPERT_ARCHS:
         shared_width = file.positive_int("{arch}.expert_shared_feed_forward_length")
         config["shared_expert_intermediate_size"] = shared_width
+    if arch == "qwen2moe":
         config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config
 

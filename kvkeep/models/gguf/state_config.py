@@ -6,7 +6,7 @@ from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 
 KV_HEADS_PER_LAYER_ARCHS = ("lfm2",)  # 0 for a layer without attention
-_DELTA_NET_ARCHS = ("qwen35",)
+_DELTA_NET_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
 # Files of these may have layers more, which predict several tokens and are not needed.
 MTP_ARCHS = _DELTA_NET_ARCHS
 _KV_HEADS_KEY = "{arch}.attention.head_count_kv"
@@ -52,7 +52,7 @@ def _delta_net_config(file: GgufFile) -> dict[str, Any]:
         "linear_key_head_dim": file.positive_int("{arch}.ssm.state_size"),
         "linear_value_head_dim": value_width // value_heads,
         "linear_conv_kernel_dim": file.positive_int("{arch}.ssm.conv_kernel"),
-        TILED_OUTPUT_FIELD: key_heads != value_heads,
+        TILED_OUTPUT_FIELD: key_heads != value_heads and file.arch != "qwen3next",
     }
 
 

@@ -56,6 +56,20 @@ _PER_LAYER_EMBEDDING = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
+_DELTA_NET_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _GPT_OSS = "GptOssForCausalLM"
 # Names of single architectures: in some, `attn_qkv` and `ffn_up` are several matrices in one.
 _ARCHITECTURE_LAYER_NAMES = {
@@ -91,18 +105,9 @@ _ARCHITECTURE_LAYER_NAMES = {
         "shortconv.in_proj": "conv.in_proj",
         "shortconv.out_proj": "conv.out_proj",
     },
-    "Qwen3_5ForCausalLM": {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_dt.bias": "linear_attn.dt_bias",
-        "ssm_a": "linear_attn.A_log",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
-    },
+    "Qwen3_5ForCausalLM": _DELTA_NET_NAMES,
+    "Qwen3_5MoeForCausalLM": _DELTA_NET_NAMES,
+    "Qwen3NextForCausalLM": _DELTA_NET_NAMES,
     "Glm4ForCausalLM": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",

@@ -151,6 +151,12 @@ _QWEN35 = Family(
         "linear_conv_kernel_dim": 4,
     },
 )
+_QWEN35_MOE = replace(
+    _QWEN35,
+    mixture=Mixture("moe_intermediate_size", "shared_expert_intermediate_size", norm_topk=True),
+    mlp_width_field="moe_intermediate_size",  # no layer has an MLP without experts
+    defaults={**_QWEN35.defaults, _KV_HEADS: 2},
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -263,6 +269,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN35, multimodal=True),
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN35_MOE, multimodal=True),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN35,
+        mixture=Mixture(
+            "moe_intermediate_size", "shared_expert_intermediate_size", some_layers_dense=True
+        ),
+        fused_delta_net=True,
+        defaults={**_QWEN35.defaults, _KV_HEADS: 2, "norm_topk_prob": True},
+    ),
     "Lfm2ForCausalLM": Family(
         bias_rule="none",
         spec_fields={"qk_norm": True},

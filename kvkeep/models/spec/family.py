@@ -76,6 +76,7 @@ class Family:
     interleaved_rope: the two numbers of a rotated pair are neighbours, not half a head apart.
     fused_qkv, fused_gate_up: the checkpoint's name of one matrix that holds several, in this order;
         "" if the matrices are separate.
+    fused_delta_net: Gated DeltaNet's projections are stored in two matrices (`value_heads.py`).
     renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
     final_norm: the checkpoint's name of the norm after the last layer.
     mixture: for mixtures of experts; `weights/stacks.py` has the names of their tensors.
@@ -106,6 +107,7 @@ class Family:
     interleaved_rope: bool = False
     fused_qkv: str = ""
     fused_gate_up: str = ""
+    fused_delta_net: bool = False
     renamed_tensors: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
     mixture: Mixture | None = None

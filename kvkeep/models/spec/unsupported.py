@@ -47,10 +47,6 @@ _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    ("has state layers (Gated DeltaNet)", "Qwen3.5 without experts is supported"): (
-        "Qwen3NextForCausalLM qwen3next "
-        "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen35moe"
-    ),
     (_CONVOLUTIONS, "LFM2 without experts is supported"): "Lfm2MoeForCausalLM lfm2moe",
     (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
     (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",

@@ -23,6 +23,7 @@ from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.stacks import expert_name, find_stack, fused_modules, stored_expert_name
+from kvkeep.models.weights.value_heads import fused_row_order
 
 _T = TypeVar("_T")  # a tensor, or its shape
 _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
@@ -70,7 +71,9 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
     result: dict[str, Tensor] = {}
     for name, tensor in renamed.items():
         if stack := find_stack(spec, name):
-            result |= stack.split(renamed, name)
+            rows = fused_row_order(spec.states, name)
+            source = renamed if rows is None else {name: tensor[torch.from_numpy(rows)]}
+            result |= stack.split(source, name)
         elif not (spec.clamped_experts and name.endswith("_scales")):
             result[name] = tensor
     for name, tensor in result.items():

@@ -21,6 +21,7 @@ from kvkeep.models.weights.packed import converted_file, load_converted
 from kvkeep.models.weights.packed_file import byte_progress_bar
 from kvkeep.models.weights.packing import Matrix, as_tensor, row_chunks
 from kvkeep.models.weights.stacks import find_stack
+from kvkeep.models.weights.value_heads import fused_row_order
 from kvkeep.storage.files.atomic import atomic_folder
 from kvkeep.storage.files.tensors import DTYPE_NAMES, TensorEntry, tensor_bytes, write_tensors
 
@@ -104,6 +105,10 @@ def _stored_rows(
             tensors = [as_tensor(matrix, dtype) for matrix in matrices[first : first + per_expert]]
             rows = torch.stack(tensors, 1).flatten(0, 1)  # rows of gate and up alternate
             yield rows.t().contiguous()
+        return
+    if (fused_order := fused_row_order(spec.states, stored_name)) is not None:
+        fused = torch.cat([as_tensor(matrix, dtype) for matrix in parts.values()])
+        yield fused[torch.from_numpy(fused_order.argsort())]
         return
     if spec.states is not None and stored_name.endswith(DELTA_NET_OUTPUT):
         (matrix,) = parts.values()

@@ -51,6 +51,8 @@ _ROUTER = re.compile(r"(?:mlp|block_sparse_moe)\.(?:gate|router|router\.layer)\.
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _MIXTRAL_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight")
 _MIXTRAL_PROJECTIONS = {"w1": "gate", "w2": "down", "w3": "up"}
+# Architectures of which transformers reads experts in stacks only.
+_EXPERTS_IN_STACKS = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 _GEMMA_ROUTER_NAMES = {
     "router.proj.weight": "mlp.gate.weight",
     "router.scale": ROUTER_SCALE,
@@ -145,6 +147,11 @@ def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
             ("mlp.gate_proj", "mlp.up_proj"), spec.intermediate_size
         ),
     }
+    if family.fused_delta_net and (states := spec.states) is not None:
+        value_width, prefix = states.value_heads * states.value_dim, "linear_attn.in_proj"
+        heads = states.value_heads
+        fused[f"{prefix}_qkvz"] = {f"{prefix}_qkv": states.channels, f"{prefix}_z": value_width}
+        fused[f"{prefix}_ba"] = {f"{prefix}_b": heads, f"{prefix}_a": heads}
     return {name: modules for name, modules in fused.items() if name}
 
 
@@ -225,6 +232,8 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     elif spec.experts_beside:
         router_names = {name: stored for stored, name in _GEMMA_ROUTER_NAMES.items()}
         stored_name = f"experts.{stack}" if expert else router_names.get(decoder_name, decoder_name)
+    elif spec.architecture in _EXPERTS_IN_STACKS and expert:
+        stored_name = f"mlp.experts.{stack}"
     elif spec.architecture == "GraniteMoeForCausalLM":
         linear = "output" if projection == "down" else "input"
         stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
