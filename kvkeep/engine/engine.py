@@ -15,7 +15,7 @@ from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
+from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord, max_session_bytes
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
@@ -23,7 +23,7 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
-from kvkeep.session.embedding import embed
+from kvkeep.session.embedding import embed, embedding_policy
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -137,11 +137,18 @@ class Engine(AbstractContextManager["Engine"]):
     def embed(self, ids: Sequence[int]) -> Future[Tensor]:
         """Return the vector of a text; see `kvkeep.session.embedding.embed`.
 
-        Generations continue between its prefill steps. Raises UnsupportedModel for a model without
-        pooling.
+        Generations continue between its prefill steps. Its memory counts as a session's does.
+        Raises UnsupportedModel for a model without pooling, and NoRoom.
         """
         model, step = self.model, self.settings["prefill_step"]
-        return self.call(lambda: embed(model, ids, model.pooling, step, self.yield_turn))
+
+        def embed_in_memory_limit() -> Tensor:
+            policy = embedding_policy(model, len(ids))
+            session = model.session(policy=policy, prefill_step=step)
+            with self._registry.reserving(max_session_bytes(session, len(ids))):
+                return embed(model, ids, model.pooling, step, self.yield_turn)
+
+        return self.call(embed_in_memory_limit)
 
     # Sessions: each method returns a future of what the operation returns
 

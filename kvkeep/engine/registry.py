@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class SessionRegistry:
         self.model, self.policy = model, policy
         self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
+        self._other_bytes = 0  # reserved for what is no session
         # One thread writes all files, so that an older save never ends after a newer one.
         self.writer = ThreadPoolExecutor(1, "kvkeep-save")
         self.losses: list[str] = []  # messages about unsaved changes of an earlier process
@@ -148,11 +150,14 @@ class SessionRegistry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved for busy sessions and held by idle ones; shared storage counts once."""
+        """Bytes reserved, for busy sessions among others, and held by idle sessions.
+
+        Shared storage counts once.
+        """
         idle = (record for record in self if record.session is not None and not record.busy)
         segments = [segment for record in idle for segment in record.live.cache.all_segments]
         reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
-        return storage_bytes(segments) + reserved_bytes
+        return storage_bytes(segments) + reserved_bytes + self._other_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes of a session's cells that other sessions, such as forks, share."""
@@ -173,19 +178,35 @@ class SessionRegistry:
         """
         session = self.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
-        limit = self.policy.limits.memory
-        self.policy.require_fits_memory(requested_bytes)
         is_counted = self.get(record.name, record.owner) is record and not record.busy
         counted_bytes = session.cache.nbytes if is_counted else 0  # part of `self.nbytes`
+        self._make_room(requested_bytes, counted_bytes, record)
+        record.reserved_bytes = requested_bytes
+
+    @contextmanager
+    def reserving(self, requested_bytes: int) -> Iterator[None]:
+        """Reserve bytes beside those of sessions, and free them at the end. Raises as `reserve`."""
+        self._make_room(requested_bytes)
+        self._other_bytes += requested_bytes
+        try:
+            yield
+        finally:
+            self._other_bytes -= requested_bytes
+
+    def _make_room(
+        self, requested_bytes: int, counted_bytes: int = 0, requester: SessionRecord | None = None
+    ) -> None:
+        """Evict sessions until the bytes fit. counted_bytes: those of them in `self.nbytes`."""
+        limit = self.policy.limits.memory
+        self.policy.require_fits_memory(requested_bytes)
         while self.nbytes - counted_bytes + requested_bytes > limit:
-            victim = self.policy.choose_victim(self, requester=record)
+            victim = self.policy.choose_victim(self, requester)
             if victim is None:
                 raise NoRoom(
                     f"the request needs {requested_bytes / 1e6:,.0f} MB; of {limit / 1e6:,.0f} MB, "
                     f"{self.nbytes / 1e6:,.0f} MB are in use by sessions that are busy or resident"
                 )
             self.evict(victim)
-        record.reserved_bytes = requested_bytes
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
         """Find a session and load it; it may be busy. Raises as `find` and `reserve`."""

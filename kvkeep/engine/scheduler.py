@@ -77,7 +77,7 @@ class SchedulingPolicy:
         return min(prefilling, key=rank)
 
     def choose_victim(
-        self, records: Iterable[SessionRecord], requester: SessionRecord
+        self, records: Iterable[SessionRecord], requester: SessionRecord | None = None
     ) -> SessionRecord | None:
         """Return the session to evict for another: the least recently used, unnamed ones first."""
         candidates = (r for r in records if r is not requester and r.evictable)

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from kvkeep.engine import Generation
 from kvkeep.errors import NoRoom
 
+T = TypeVar("T")
 _RETRY_SECONDS = 0.05  # between attempts of the first in the queue
 
 
@@ -29,9 +30,7 @@ class AdmissionQueue:
     )
     _waiting: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    async def admit(
-        self, owner: str, submit: Callable[[], Future[list[Generation]]]
-    ) -> list[Generation]:
+    async def admit(self, owner: str, submit: Callable[[], Future[T]]) -> T:
         """Submit a request, again if there is no room now. Raises NoRoom, and as `submit`."""
         if not self._waiting[owner]:
             try:
@@ -53,8 +52,8 @@ class AdmissionQueue:
                 del self._waiting[owner], self._locks[owner]
 
     async def _admit_in_turn(
-        self, owner: str, submit: Callable[[], Future[list[Generation]]], deadline: float
-    ) -> list[Generation]:
+        self, owner: str, submit: Callable[[], Future[T]], deadline: float
+    ) -> T:
         async with self._locks[owner]:
             while True:
                 try:
@@ -65,8 +64,8 @@ class AdmissionQueue:
                 await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _admitted(submit: Callable[[], Future[list[Generation]]]) -> list[Generation]:
-    """Wait for a submission. If this is cancelled, its generations are."""
+async def _admitted(submit: Callable[[], Future[T]]) -> T:
+    """Wait for a submission. If this is cancelled, its generations are, if it is a list of them."""
     submission = submit()
     try:
         return await wrap_future(submission)
@@ -75,7 +74,8 @@ async def _admitted(submit: Callable[[], Future[list[Generation]]]) -> list[Gene
         raise
 
 
-def _cancel_generations(submission: Future[list[Generation]]) -> None:
+def _cancel_generations(submission: Future[Any]) -> None:
     failed = submission.cancelled() or submission.exception() is not None
-    for generation in [] if failed else submission.result():
+    result = None if failed else submission.result()
+    for generation in result if isinstance(result, list) else ():
         generation.cancel()

@@ -2,9 +2,10 @@
 
 import base64
 import time
-from asyncio import to_thread, wrap_future
+from asyncio import to_thread
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -139,7 +140,8 @@ async def _embed(context: RequestContext, inputs: _Inputs, truncate: bool = Fals
     encoded = [
         ids if len(ids) <= limit else ids[: limit - len(closing)] + closing for ids in encoded
     ]
-    vectors = [await wrap_future(context.engine.embed(ids)) for ids in encoded]
+    admit, embed = service.admission_queue.admit, context.engine.embed
+    vectors = [await admit(context.owner, partial(embed, ids)) for ids in encoded]
     return _Embedded(vectors, sum(map(len, encoded)))
 
 

@@ -123,7 +123,8 @@ class RequestContext:
         generations: list[Generation] = []
         try:
             for submit in submissions:
-                generations += await self.service.admission_queue.admit(self.owner, submit)
+                admitted = await self.service.admission_queue.admit(self.owner, submit)
+                generations += admitted
         except BaseException:
             for generation in generations:
                 generation.cancel()

@@ -32,8 +32,7 @@ def embed(
     longest = model.spec.max_positions
     if not 0 < len(ids) <= longest:
         raise InvalidArgument(f"a text must have 1 to {longest} tokens; found {len(ids)}")
-    policy = Full(min(longest, max(len(ids), _MIN_CELLS))).for_model(longest)
-    memory, done = Memory(model.decoder, policy), 0
+    memory, done = Memory(model.decoder, embedding_policy(model, len(ids))), 0
     total = torch.zeros(model.spec.hidden_size, dtype=torch.float32, device="cpu")
     while done < len(ids):
         hidden = _evaluate(memory, ids, done, prefill_step)
@@ -43,6 +42,12 @@ def embed(
             progress(len(hidden))
     vector = total / len(ids) if pooling.mode == "mean" else total
     return normalized(vector) if pooling.normalized else vector
+
+
+def embedding_policy(model: LoadedModel, num_tokens: int) -> Full:
+    """Return the policy of the memory in which a text of so many tokens is evaluated."""
+    longest = model.spec.max_positions
+    return Full(min(longest, max(num_tokens, _MIN_CELLS))).for_model(longest)
 
 
 def normalized(vector: Tensor) -> Tensor:

@@ -15,11 +15,14 @@ from small_models import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaForCausalLM
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.engine import Engine, GenerationRequest, Limits
+from kvkeep.engine.record import max_session_bytes
+from kvkeep.errors import NoRoom, UnsupportedModel
 from kvkeep.loader import load_model
 from kvkeep.model import Model
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.spec.pooling import Pooling, read_pooling
+from kvkeep.session.embedding import embed
 
 TEXTS = ["A cat sat on the mat.", "Grüße", "long " * 60]  # the last one takes several steps
 CONTEXT = 512
@@ -172,6 +175,24 @@ def test_no_session_is_left_behind_and_null_is_the_default(
     body = {"input": TEXTS, "dimensions": None, "encoding_format": None, "user": None}
     post(embedding_server, "/v1/embeddings", **body)
     assert embedding_server.service.engine.sessions(unnamed=True).result() == []
+
+
+def test_the_memory_of_a_text_counts_in_the_limit(folder: Path) -> None:
+    """Idle sessions make room for it; a text that can never fit is refused."""
+    model, ids = load_model(str(folder), dtype="float32"), [5] * CONTEXT
+    needed = max_session_bytes(model.session(CONTEXT, policy="full", prefill_step=128), CONTEXT)
+    with Engine(model, limits=Limits(memory=needed - 1)) as small:
+        with pytest.raises(NoRoom, match="memory limit") as caught:
+            small.embed(ids).result()
+        assert caught.value.retry_after == float("inf")
+        assert len(small.embed(ids[:5]).result()) == model.spec.hidden_size
+    with Engine(model, settings={"policy": "full"}, limits=Limits(memory=needed)) as engine:
+        list(engine.generate(GenerationRequest(tuple(ids[:100]), 1)))
+        assert engine.totals().result().nbytes > 0
+        vector = engine.embed(ids).result()
+        assert torch.equal(vector, embed(model, ids, model.pooling, 128))
+        assert engine.totals().result().nbytes == 0
+        assert engine.sessions(unnamed=True).result() == []
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/api/embed"])
