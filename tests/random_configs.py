@@ -165,9 +165,9 @@ def _experts(
 
 def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
     """Draw which layers keep a state instead of cells, and the sizes of the states."""
-    if family not in ("Lfm2", *DELTA_NETS):
+    if family not in ("Lfm2", "Lfm2Moe", *DELTA_NETS):
         return {}
-    state_kind = "conv" if family == "Lfm2" else "linear_attention"
+    state_kind = "conv" if family.startswith("Lfm2") else "linear_attention"
     attending = {layer for layer in range(layers) if random.random() < 0.4}
     attending |= {random.randrange(layers)}
     result: dict[str, Any] = {
@@ -182,11 +182,15 @@ def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
             "linear_value_head_dim": random.choice([5, 8, 16]),
             "linear_conv_kernel_dim": random.randint(2, 5),
         }
-    if random.random() < 0.3:
+    if random.random() < 0.3 and family == "Lfm2":
         result = {"full_attn_idxs": sorted(attending)}
     result["conv_L_cache"] = random.randint(2, 6)
     result["conv_bias"] = random.random() < 0.5
-    if random.random() < 0.7:
+    if family == "Lfm2Moe":
+        result["num_dense_layers"] = random.randint(0, layers)
+        result["use_expert_bias"] = random.random() < 0.5
+        result["routed_scaling_factor"] = random.choice([1.0, 2.5])
+    elif random.random() < 0.7:
         result["block_auto_adjust_ff_dim"] = random.random() < 0.5
         result["block_multiple_of"] = random.choice([1, 8, 32])
         result["block_ffn_dim_multiplier"] = random.choice([1.0, 1.3, 0.7])

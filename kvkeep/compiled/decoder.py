@@ -41,6 +41,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
         (spec.states, "compute no state layers: torch does, with their matrix products"),
         (spec.gated_attention, "compute no gates on attention"),
+        (spec.sigmoid_router, "route to experts by a softmax, not by sigmoids"),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_partial_rope, "need RoPE over the whole head"),

@@ -97,6 +97,16 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_n_heads": 16,
     },
+    "Lfm2Moe": {
+        "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
+        "norm_eps": 3e-4,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "num_dense_layers": 3,
+        "use_expert_bias": False,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
+    },
     "Lfm2": {
         "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
         "norm_eps": 3e-4,

@@ -159,6 +159,10 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
 }
+LFM2_MOE = {
+    **{name: value for name, value in LFM2.items() if not name.startswith("block_")},
+    **EXPERTS,
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -321,6 +325,17 @@ FAMILIES = {
         },
     ),
     "lfm2-attention-only": ("Lfm2", {"num_hidden_layers": 2, **PADDING}),
+    "lfm2-moe": ("Lfm2Moe", LFM2_MOE),
+    "lfm2-moe-shares": (
+        "Lfm2Moe",
+        LFM2_MOE
+        | {
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "use_expert_bias": False,
+            "num_dense_layers": 0,
+        },
+    ),
     "qwen3.5": ("Qwen3_5Text", QWEN35),
     "qwen3.5-biases": (
         "Qwen3_5Text",
@@ -364,7 +379,7 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
-STATES = ["lfm2", "qwen3.5", "qwen3-next"]
+STATES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -387,6 +402,8 @@ def write_checkpoint(folder: Path, family: str) -> transformers.PreTrainedModel:
         for name, scale in model.named_buffers():
             if name.endswith("layer_scalar"):
                 scale.uniform_(0.7, 1.3)
+            if name.endswith("expert_bias"):
+                scale.normal_(0, 0.3)
     model.save_pretrained(folder)
     return model
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.test_gguf_families import QWEN35, add_fields, delta_net_tensors
+from models.test_gguf_families import LFM2, QWEN35, add_fields, delta_net_tensors
 from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 
@@ -46,6 +46,11 @@ YARN = {
     "original_max_position_embeddings": 128,
     "truncate": False,
 }
+LFM2_MOE = {
+    **{name: value for name, value in LFM2.items() if not name.startswith("block_")},
+    **EXPERTS,
+    "num_dense_layers": 1,
+}
 SHARED = {"shared_expert_intermediate_size": 512}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "llama", {"num_local_experts": 5}),
@@ -59,6 +64,7 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3vlmoe": ("Qwen3Moe", "qwen3vlmoe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}),
     "qwen3.5-moe": ("Qwen3_5MoeText", "qwen35moe", QWEN35 | EXPERTS | SHARED),
     "qwen3-next": ("Qwen3Next", "qwen3next", QWEN35 | EXPERTS | SHARED),
+    "lfm2moe": ("Lfm2Moe", "lfm2moe", LFM2_MOE),
     "olmoe": (
         "Olmoe",
         "olmoe",
@@ -98,6 +104,9 @@ def random_model(kind: str) -> Any:
             )  # 1, or 0 for 1 + 0
             weight.normal_(usual, spread)
             weight.copy_(weight.bfloat16())
+        for buffer, values in model.named_buffers():
+            if buffer.endswith("expert_bias"):
+                values.normal_(0, 0.3)
     return model
 
 
@@ -118,6 +127,8 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
         block = "".join(filter(str.isdigit, name))
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
         if ".experts." in name and model.config.model_type == "gpt_oss":
             yield from gpt_oss_tensors(name, array)
         elif name.endswith("self_attn.sinks"):
@@ -129,6 +140,10 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
             yield f"blk.{block}.ffn_down_exps.weight", array
         elif name.endswith("block_sparse_moe.router.weight"):
             yield f"blk.{block}.ffn_gate_inp.weight", array
+        elif name.endswith(".expert_bias"):
+            yield f"blk.{block}.exp_probs_b.bias", array
+        elif ".conv.conv." in name:
+            yield f"blk.{block}.shortconv.conv.weight", array.squeeze(1)
         elif name.endswith("shared_expert_gate.weight"):
             yield f"blk.{block}.ffn_gate_inp_shexp.weight", array[0]
         elif re.search(r"\.mlp\.(gate|up|down)_proj", name):  # gguf-py has none in a mixture
@@ -160,6 +175,9 @@ def write(
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "granitemoe":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -169,7 +187,7 @@ def write(
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in arrays(model, names):
-        is_matrix = array.ndim > 1 and not re.search("gate_inp|conv1d|bias$", name)
+        is_matrix = array.ndim > 1 and not re.search("gate_inp|conv1d|shortconv.conv|bias$", name)
         form = stored if is_matrix else Type.F32
         writer.add_tensor(name, gguf.quantize(array, form), raw_dtype=form)
     edit(writer)
@@ -271,11 +289,12 @@ def test_experts_keep_their_quantised_bytes(
     for name, tensor in reference.state_dict().items():
         turned = kind == "gpt-oss" and tensor.dim() == 3  # whose stacks have columns first
         rows = tensor.mT.contiguous() if turned else tensor
-        if tensor.dim() > 1 and not re.search("router|gate.w|bias|conv1d", name):
+        if tensor.dim() > 1 and not re.search("router|gate.w|bias|conv1d|conv.conv", name):
             rows = quantised(rows.numpy(), stored)
         values[name] = rows.mT if turned else rows
     wanted = decoder_tensors(model.spec, values)
-    for name in matrix_shapes(model.spec):
+    names = set(matrix_shapes(model.spec)) - ({"lm_head.weight"} if model.spec.tied_head else set())
+    for name in names:
         packed = model.decoder.packed[name]
         assert isinstance(packed, PackedMatrix) != is_router(name)
         found = as_tensor(packed, torch.float32)

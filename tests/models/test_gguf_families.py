@@ -358,13 +358,13 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
     writer.add_head_count(heads)
     if architecture not in ("gemma4", "qwen35moe"):
         writer.add_feed_forward_length(config.intermediate_size)
-    if architecture not in ("gemma4", "lfm2"):
+    if architecture not in ("gemma4", "lfm2", "lfm2moe"):
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture in ("command-r", "cohere2"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    elif architecture != "lfm2":
+    elif architecture not in ("lfm2", "lfm2moe"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if "sliding_attention" in ropes:
@@ -380,7 +380,7 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
         add_gemma3n_fields(writer, config)
     if architecture in ("qwen35", "qwen35moe", "qwen3next"):
         add_qwen35_fields(writer, config)
-    if architecture == "lfm2":
+    if architecture in ("lfm2", "lfm2moe"):
         add_lfm2_fields(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
@@ -603,7 +603,6 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("lfm2moe", "short convolutions"),
         ("granitehybrid", "Mamba.*granite-4"),
         ("falcon-h1", "Mamba"),
         ("nemotron_h", "Mamba"),

@@ -82,6 +82,8 @@ def randomise(model: transformers.PreTrainedModel, family: str) -> None:
         for name, scale in model.named_buffers():
             if name.endswith("layer_scalar"):
                 scale.uniform_(0.7, 1.3)
+            if name.endswith("expert_bias"):
+                scale.normal_(0, 0.3)
 
 
 def write(

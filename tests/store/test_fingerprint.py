@@ -149,6 +149,10 @@ def test_new_spec_fields_and_tokenizer_formatting_keep_the_fingerprint() -> None
         ("laurel_rank", 5),
         ("activation_sparsity", (0.95, 0.0)),
         ("mlp_widths", (96, 64)),
+        ("gated_attention", True),
+        ("sigmoid_router", True),
+        ("router_bias", True),
+        ("routed_scale", 2.0),
         ("states", StateLayers("convolution", (1,), 64, 3)),
     ],
 )

@@ -44,6 +44,7 @@ _CLASS_AND_MODEL_TYPE = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),

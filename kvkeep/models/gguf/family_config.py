@@ -9,11 +9,14 @@ from kvkeep.models.gguf.rope import attention_factor, linear_factor, unscaled_lo
 
 # Architectures with experts, by the config field for their number.
 _SHARED_EXPERT_ARCHS = ("qwen2moe", "qwen3next", "qwen35moe")
-_NUM_EXPERTS_ARCHS = (*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4")
+_LFM2_MOE = "lfm2moe"
+_NUM_EXPERTS_ARCHS = (
+    *(*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4", _LFM2_MOE),
+)
 _NUM_LOCAL_EXPERTS_ARCHS = ("llama", "granitemoe", "gpt-oss")
 _OPTIONAL_EXPERTS_ARCHS = ("llama", "gemma4")  # some models of these have no experts
 # Renormalise expert weights by default.
-_NORM_TOPK_ARCHS = ("qwen3moe", "qwen3vlmoe", "qwen3next", "qwen35moe")
+_NORM_TOPK_ARCHS = ("qwen3moe", "qwen3vlmoe", "qwen3next", "qwen35moe", _LFM2_MOE)
 # Some layers may have a plain MLP.
 _SOME_DENSE_ARCHS = (*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe")
 # Supported values of a router's settings, the default first.
@@ -24,6 +27,8 @@ _ROUTER_VALUES: dict[str, tuple[float, ...]] = {
     "expert_shared_count": (0, 1),
     "expert_shared_feed_forward_length": (0,),
 }
+# Those of a router that weights experts by the sigmoids of their scores.
+_SIGMOID_VALUES: dict[str, tuple[float, ...]] = {"expert_gating_func": (2,)}
 # Architectures with local layers, which see only a sliding window.
 _LOCAL_ARCHS = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
 _DEFAULT_WINDOWS = {"gemma2": 4096, "gemma3n": 512}
@@ -48,7 +53,8 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
         return {}
     if not num_experts and arch in _OPTIONAL_EXPERTS_ARCHS:
         return {}
-    for key, supported in _ROUTER_VALUES.items():
+    router_values = _ROUTER_VALUES | (_SIGMOID_VALUES if arch == _LFM2_MOE else {})
+    for key, supported in router_values.items():
         value = file.number("{arch}." + key, supported[0])
         has_shared_expert = (
             arch in _SHARED_EXPERT_ARCHS and key == "expert_shared_feed_forward_length"
@@ -61,7 +67,9 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
         count_field: file.positive_int("{arch}.expert_count"),
         per_token_field: file.uniform_int("{arch}.expert_used_count"),
     }
-    if arch == "gemma4" or arch in _SOME_DENSE_ARCHS:
+    if arch == _LFM2_MOE:
+        config |= _lfm2_moe_config(file)
+    if arch in ("gemma4", _LFM2_MOE) or arch in _SOME_DENSE_ARCHS:
         config["moe_intermediate_size"] = file.uniform_int("{arch}.expert_feed_forward_length")
     if arch == "gemma4":
         config["enable_moe_block"] = True
@@ -77,6 +85,14 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
     if arch == "qwen2moe":
         config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config
+
+
+def _lfm2_moe_config(file: GgufFile) -> dict[str, Any]:
+    num_dense = file.non_negative_int("{arch}.leading_dense_block_count", 0)
+    return {
+        "num_dense_layers": num_dense,
+        "use_expert_bias": f"blk.{num_dense}.exp_probs_b.bias" in file.tensors,
+    }
 
 
 def layers_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

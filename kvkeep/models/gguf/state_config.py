@@ -5,7 +5,7 @@ from typing import Any
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 
-KV_HEADS_PER_LAYER_ARCHS = ("lfm2",)  # 0 for a layer without attention
+KV_HEADS_PER_LAYER_ARCHS = ("lfm2", "lfm2moe")  # 0 for a layer without attention
 _DELTA_NET_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
 # Files of these may have layers more, which predict several tokens and are not needed.
 MTP_ARCHS = _DELTA_NET_ARCHS
@@ -14,7 +14,7 @@ _KV_HEADS_KEY = "{arch}.attention.head_count_kv"
 
 def state_config(file: GgufFile) -> dict[str, Any]:
     """Return the fields of state layers; empty without them. Raises UnsupportedModel."""
-    if file.arch == "lfm2":
+    if file.arch in ("lfm2", "lfm2moe"):
         return _lfm2_config(file)
     if file.arch in _DELTA_NET_ARCHS:
         return _delta_net_config(file)

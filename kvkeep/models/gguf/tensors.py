@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
-from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
+from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE, SELECTION_BIAS
 
 _MODEL_NAMES = {  # of tensors outside layers
     "token_embd.weight": "model.embed_tokens.weight",
@@ -55,6 +55,11 @@ _PER_LAYER_EMBEDDING = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+}
+_SHORT_CONVOLUTION_NAMES = {
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
 }
 _DELTA_NET_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
@@ -100,11 +105,8 @@ _ARCHITECTURE_LAYER_NAMES = {
         "ffn_gate_inp.scale": ROUTER_SCALE,
         "ffn_down_exps.scale": EXPERT_SCALES,
     },
-    "Lfm2ForCausalLM": {
-        "shortconv.conv": "conv.conv",
-        "shortconv.in_proj": "conv.in_proj",
-        "shortconv.out_proj": "conv.out_proj",
-    },
+    "Lfm2ForCausalLM": _SHORT_CONVOLUTION_NAMES,
+    "Lfm2MoeForCausalLM": {**_SHORT_CONVOLUTION_NAMES, "exp_probs_b.bias": SELECTION_BIAS},
     "Qwen3_5ForCausalLM": _DELTA_NET_NAMES,
     "Qwen3_5MoeForCausalLM": _DELTA_NET_NAMES,
     "Qwen3NextForCausalLM": _DELTA_NET_NAMES,
@@ -120,8 +122,10 @@ _ARCHITECTURE_LAYER_NAMES = {
     "Gemma3ForCausalLM": _INPUT_AND_OUTPUT_NORMS,
 }
 # Tensors outside layers that single architectures have under another name.
+_LFM2_MODEL_NAMES = {"token_embd_norm.weight": "model.norm.weight"}
 _ARCHITECTURE_MODEL_NAMES = {
-    "Lfm2ForCausalLM": {"token_embd_norm.weight": "model.norm.weight"},
+    "Lfm2ForCausalLM": _LFM2_MODEL_NAMES,
+    "Lfm2MoeForCausalLM": _LFM2_MODEL_NAMES,
 }
 # Stored as `[channels, width]`, loaded as `[channels, 1, width]`.
 _CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")

@@ -2,7 +2,8 @@
 
 A router scores all experts for each token, in float32 whatever the weights are: rounded to bfloat16
 its scores would tie. The token goes through the experts with the highest scores (on ties, the lower
-index), and their outputs are summed, weighted by their shares of the softmax.
+index), and their outputs are summed, weighted by their shares of the softmax, or by the sigmoid of
+their scores.
 """
 
 from collections.abc import Callable
@@ -87,6 +88,10 @@ class Experts:
         self._experts = [
             Mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias) for i in range(spec.experts)
         ]
+        self._uses_sigmoid, self._routed_scale = spec.sigmoid_router, spec.routed_scale
+        self._selection_bias: Tensor | None = None
+        if spec.router_bias:
+            self._selection_bias = weights.tensor(SELECTION_BIAS, spec.experts).float()
         self._shared: Mlp | None = None
         if spec.shared_expert_size:
             self._shared = Mlp(weights, "mlp.shared_expert", spec.shared_expert_size, bias=False)
@@ -99,10 +104,24 @@ class Experts:
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and ids (int64) of each token's experts, `[n, per_token]`."""
+        if self._uses_sigmoid:
+            return self._route_by_sigmoid(self._router(x.float()).sigmoid())
         scores, expert_ids = self._router(x.float()).sort(dim=-1, descending=True, stable=True)
         candidates = scores[:, : self._experts_per_token] if self._norm_topk else scores
         routing_weights = candidates.softmax(-1)[:, : self._experts_per_token]
         return routing_weights, expert_ids[:, : self._experts_per_token]
+
+    def _route_by_sigmoid(self, all_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `route` does. all_weights: of every expert, `[n, experts]`."""
+        bias = self._selection_bias
+        order = (all_weights if bias is None else all_weights + bias).argsort(
+            dim=-1, descending=True, stable=True
+        )
+        expert_ids = order[:, : self._experts_per_token]
+        routing_weights = all_weights.gather(1, expert_ids)
+        if self._norm_topk:
+            routing_weights = routing_weights / (routing_weights.sum(-1, keepdim=True) + 1e-6)
+        return routing_weights * self._routed_scale, expert_ids
 
     def apply(self, x: Tensor, routing_weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape by the experts that `route` has chosen."""
@@ -127,6 +146,7 @@ PARALLEL_NORMS = {
     "norm": "pre_feedforward_layernorm_2",
     "output_norm": "post_feedforward_layernorm_2",
 }
+SELECTION_BIAS = "mlp.expert_bias"
 ROUTER_SCALE, EXPERT_SCALES = "mlp.gate.scale", "mlp.gate.expert_scales"
 
 

@@ -117,7 +117,7 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     # transformers 4 and 5 have swapped these two names for some families.
     experts_field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     shared_width_field = mixture.shared_width_field
-    fields = {
+    fields: dict[str, Any] = {
         **expert_counts(config, experts_field, "num_experts_per_tok"),
         "expert_size": config.positive_int(mixture.width_field),
         "shared_expert_size": config.positive_int(shared_width_field) if shared_width_field else 0,
@@ -125,6 +125,13 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     }
     if mixture.norm_topk is None:
         fields["norm_topk"] = bool(config.get("norm_topk_prob", False))
+    if mixture.sigmoid_router:
+        fields["sigmoid_router"] = True
+        fields["router_bias"] = bool(config.get("use_expert_bias", True))
+        fields["routed_scale"] = config.positive_float("routed_scaling_factor", default=1.0)
+    if mixture.first_dense_field:
+        dense_count = config.non_negative_int(mixture.first_dense_field, default=0)
+        fields["dense_layers"] = tuple(range(min(dense_count, config.num_layers, MAX_LAYERS)))
     return fields | (_dense_layer_fields(config) if mixture.some_layers_dense else {})
 
 

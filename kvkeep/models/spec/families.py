@@ -151,6 +151,34 @@ _QWEN35 = Family(
         "linear_conv_kernel_dim": 4,
     },
 )
+_LFM2 = Family(
+    bias_rule="none",
+    spec_fields={"qk_norm": True},
+    norm_eps_field="norm_eps",
+    state_kind="convolution",
+    field_aliases={"tie_embedding": _TIED, "block_ff_dim": "intermediate_size"},
+    renamed_tensors={
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+    },
+    final_norm="model.embedding_norm",
+    defaults={
+        _KV_HEADS: 8,
+        _TIED: True,
+        _THETA: 1e6,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    },
+)
 _QWEN35_MOE = replace(
     _QWEN35,
     mixture=Mixture("moe_intermediate_size", "shared_expert_intermediate_size", norm_topk=True),
@@ -279,32 +307,18 @@ FAMILIES: dict[str, Family] = {
         fused_delta_net=True,
         defaults={**_QWEN35.defaults, _KV_HEADS: 2, "norm_topk_prob": True},
     ),
-    "Lfm2ForCausalLM": Family(
-        bias_rule="none",
-        spec_fields={"qk_norm": True},
-        norm_eps_field="norm_eps",
-        state_kind="convolution",
-        field_aliases={"tie_embedding": _TIED, "block_ff_dim": "intermediate_size"},
-        renamed_tensors={
-            "operator_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "feed_forward.w1": "mlp.gate_proj",
-            "feed_forward.w3": "mlp.up_proj",
-            "feed_forward.w2": "mlp.down_proj",
-            "self_attn.out_proj": "self_attn.o_proj",
-            "self_attn.q_layernorm": "self_attn.q_norm",
-            "self_attn.k_layernorm": "self_attn.k_norm",
-        },
-        final_norm="model.embedding_norm",
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        mixture=Mixture(
+            "moe_intermediate_size", first_dense_field="num_dense_layers", sigmoid_router=True
+        ),
+        field_aliases={"tie_embedding": _TIED},
         defaults={
-            _KV_HEADS: 8,
-            _TIED: True,
-            _THETA: 1e6,
-            "norm_eps": 1e-5,
-            "conv_L_cache": 3,
-            "block_auto_adjust_ff_dim": True,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_multiple_of": 256,
+            **_LFM2.defaults,
+            "block_auto_adjust_ff_dim": False,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
         },
     ),
     # Its softmax over the chosen experts equals one over all experts, renormalised.

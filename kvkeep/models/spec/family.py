@@ -23,6 +23,8 @@ class Mixture:
     width_field: the field with the width of an expert's MLP.
     shared_width_field: the same of the shared expert; "" if the family has none.
     norm_topk: as in ModelSpec; None if the field `norm_topk_prob` says it.
+    first_dense_field: the field with the number of first layers that have an MLP; "" for none.
+    sigmoid_router: as in ModelSpec; `use_expert_bias` and `routed_scaling_factor` count.
     some_layers_dense: `decoder_sparse_step` and `mlp_only_layers` may give some layers an MLP.
     """
 
@@ -30,6 +32,8 @@ class Mixture:
     shared_width_field: str = ""
     norm_topk: bool | None = None
     some_layers_dense: bool = False
+    first_dense_field: str = ""
+    sigmoid_router: bool = False
 
 
 @dataclass(frozen=True)

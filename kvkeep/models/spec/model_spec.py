@@ -57,6 +57,9 @@ class ModelSpec:
     expert_size, shared_expert_size: the intermediate_size of an expert, and of the shared expert
         that processes every token; 0 without one.
     norm_topk: the weights of the chosen experts are renormalised to a sum of 1.
+    sigmoid_router: the weight of an expert is the sigmoid of its score, not its share of a softmax.
+    router_bias: experts are chosen by their weights plus a learned number of each.
+    routed_scale: a factor on the weights of chosen experts; with sigmoid_router only.
     experts_beside: every layer has experts beside its MLP, not in its place, with norms of their
         own (Gemma 4).
     clamped_experts: experts and their router have biases, and gate and up are clamped (gpt-oss).
@@ -159,6 +162,9 @@ class ModelSpec:
     recurrent: bool = False
     gated_attention: bool = False
     states: StateLayers | None = None
+    sigmoid_router: bool = False
+    router_bias: bool = False
+    routed_scale: float = 1.0
 
     @property
     def keeps_states(self) -> bool:

@@ -85,5 +85,8 @@ def recurrent_state_name(layer: int) -> str:
 
 
 def is_float32_weight(name: str) -> bool:
-    """Whether a weight stays in float32 whatever the model's dtype: decays depend on every bit."""
-    return name.endswith((".A_log", ".dt_bias"))
+    """Whether a weight stays in float32 whatever the model's dtype.
+
+    Decays, and the numbers by which experts are chosen, depend on every bit.
+    """
+    return name.endswith((".A_log", ".dt_bias", ".expert_bias"))

@@ -39,7 +39,6 @@ _UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str],
     ),
 )
 _MAMBA = "has state layers (Mamba)"
-_CONVOLUTIONS = "has state layers (short convolutions)"
 _LATENT = "uses multi-head latent attention (MLA)"
 _GROUPS = "routes to experts by biased scores, or by groups of experts"
 _QWEN3_MOE = "Qwen3 is supported, dense or MoE"
@@ -47,7 +46,6 @@ _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    (_CONVOLUTIONS, "LFM2 without experts is supported"): "Lfm2MoeForCausalLM lfm2moe",
     (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
     (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
     (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",

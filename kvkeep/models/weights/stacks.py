@@ -6,6 +6,8 @@ the router in `mlp.gate.weight`. Others:
 
     Mixtral     block_sparse_moe.experts.5.w1.weight    gate; w3: up, w2: down
                 block_sparse_moe.gate.weight            router
+    LFM2-MoE    feed_forward.experts.5.w1.weight        and so on, beside:
+                feed_forward.expert_bias                added to weights to choose experts
     Granite     block_sparse_moe.input_linear.weight    [experts, gate and up, hidden]
                 block_sparse_moe.output_linear.weight   [experts, hidden, width]
                 block_sparse_moe.router.layer.weight    router
@@ -38,7 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
+from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE, SELECTION_BIAS
 from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -47,9 +49,15 @@ from kvkeep.models.weights.formats import FORMATS, GROUP_COLUMNS
 Shape = tuple[int, ...]
 
 _LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)")
-_ROUTER = re.compile(r"(?:mlp|block_sparse_moe)\.(?:gate|router|router\.layer)\.(weight|bias)")
+_MODULE = r"(?:mlp|block_sparse_moe|feed_forward)"  # of experts
+_ROUTER = re.compile(_MODULE + r"\.(?:gate|router|router\.layer)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_MIXTRAL_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(w[123])\.weight")
+_MIXTRAL_EXPERT = re.compile(_MODULE + r"\.experts\.(\d+)\.(w[123])\.weight")
+# Architectures whose experts have Mixtral's names, and the module that they are in.
+_MIXTRAL_MODULES = {
+    "MixtralForCausalLM": "block_sparse_moe",
+    "Lfm2MoeForCausalLM": "feed_forward",
+}
 _MIXTRAL_PROJECTIONS = {"w1": "gate", "w2": "down", "w3": "up"}
 # Architectures of which transformers reads experts in stacks only.
 _EXPERTS_IN_STACKS = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
@@ -60,7 +68,7 @@ _GEMMA_ROUTER_NAMES = {
 }
 # The module of the experts, unless they lie beside the MLP, and the stack in it.
 _EXPERT_STACK = re.compile(
-    r"((?:mlp|block_sparse_moe)\.)?"
+    r"((?:mlp|block_sparse_moe|feed_forward)\.)?"
     r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
 )
 
@@ -208,6 +216,8 @@ def expert_name(spec: ModelSpec, name: str) -> str:
     prefix, stored_name = match.groups()
     if spec.experts_beside:
         return prefix + _GEMMA_ROUTER_NAMES.get(stored_name, stored_name)
+    if stored_name == "feed_forward.expert_bias":
+        return prefix + SELECTION_BIAS
     if router := _ROUTER.fullmatch(stored_name):
         return f"{prefix}mlp.gate.{router.group(1)}"
     if expert := _MIXTRAL_EXPERT.fullmatch(stored_name):
@@ -239,11 +249,11 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
         stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
         if expert:
             stored_name = f"block_sparse_moe.{linear}_linear.weight"
-    elif spec.architecture == "MixtralForCausalLM":
+    elif module := _MIXTRAL_MODULES.get(spec.architecture):
         mixtral_names = {name: stored for stored, name in _MIXTRAL_PROJECTIONS.items()}
-        stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.gate.")
+        stored_name = re.sub(r"^mlp\.(gate\.|expert_bias)", rf"{module}.\1", decoder_name)
         if expert:
-            stored_name = f"block_sparse_moe.experts.{index}.{mixtral_names[projection]}.weight"
+            stored_name = f"{module}.experts.{index}.{mixtral_names[projection]}.weight"
     return prefix + stored_name
 
 
