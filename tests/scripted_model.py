@@ -109,16 +109,23 @@ class ScriptedEngine(Engine):
         return replace(sampling, constraint=constraint)
 
 
-def family_model(folder: Path, markers: Sequence[str], signs: Sequence[str] = ()) -> Model:
+def family_model(
+    folder: Path,
+    markers: Sequence[str],
+    signs: Sequence[str] = (),
+    text_markers: Sequence[str] = (),
+) -> Model:
     """Return a small random model in a folder, whose answers are in a family's form.
 
     Its tokenizer has a token for each byte. markers: texts of its control tokens, beside those of
-    turns. signs: texts by which the form is detected in the chat template.
+    turns. signs: texts by which the form is detected in the chat template. text_markers: markers
+    that are tokens too, but of text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
     control_texts = [TURN_END, TURN_START, *markers]
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in control_texts])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in text_markers])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURN_END}))
     comment = "".join("{# " + sign + " #}" for sign in signs)

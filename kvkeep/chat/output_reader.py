@@ -10,6 +10,8 @@ from kvkeep.chat.output_format import BlockMarkers, OutputFormat
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps, merged
 from kvkeep.chat.scanner import SPACE, Scanner
 
+_JSON_BEGINNINGS = (*'{["-0123456789', "true", "false", "null")
+
 
 class OutputReader:
     """Reads an answer, incrementally: `push` pieces of it, then `finish`.
@@ -129,7 +131,9 @@ class OutputReader:
         yield from reading.written_text()
         calls = [bare_call_beginning(name) for name in names]
         markers = (*self._markers(at_start=True), *calls)
-        return bool(next_char) and not (yield from reading.comes_next(*markers))
+        if not next_char or (yield from reading.comes_next(*markers)):
+            return False
+        return bool((yield from reading.comes_next(*_JSON_BEGINNINGS)))
 
     def _markers(self, at_start: bool) -> list[str]:
         """Return the markers that are none of text here.

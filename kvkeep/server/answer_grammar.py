@@ -1,12 +1,11 @@
 """The grammar of an answer that is either JSON by a schema or calls of tools."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output_format import OutputFormat
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.call_grammar import WRITABLE, AllowedCalls, write_calls
@@ -34,7 +33,7 @@ def compile_answer_or_calls(
     answer_schema = answer.schema or schema
 
     def compiled(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(_marker_ids(model, output_format), model.end_token_ids)
+        rules = LarkRules(_marker_ids(model), model.end_token_ids)
         calls = write_calls(form, AllowedCalls(rules, tools, bare_names))
         # Where calls are bare JSON, both have the model's own spaces, so that these decide nothing.
         text = (json_value if bare_names else compact_json)(answer_schema)
@@ -42,14 +41,15 @@ def compile_answer_or_calls(
             text = f'{rules.marker("<|channel|>")} "final" {rules.marker("<|message|>")} {text}'
         return Grammar.from_lark(model, rules.text(f"{rules.add(text)} | {calls}"))
 
-    warnings = answer.warnings
-    try:
-        grammar = compiled(tools)
-    except InvalidArgument:
-        tools, reasons = _with_supported_parameters(model, tools)
-        grammar, warnings = compiled(tools), (*warnings, *reasons)
-    grammar.warnings = warnings
-    return grammar, bare_names
+    for usable_tools, warnings in _less_and_less_constrained(model, tools):
+        try:
+            grammar = compiled(usable_tools)
+        except InvalidArgument as error:
+            problem = error
+        else:
+            grammar.warnings = (*answer.warnings, *warnings)
+            return grammar, bare_names
+    raise problem
 
 
 def _call_form(model: Model) -> str:
@@ -63,14 +63,10 @@ def _call_form(model: Model) -> str:
     return renderer.output_format.name
 
 
-def _marker_ids(model: Model, output_format: OutputFormat) -> Callable[[str], int | None]:
-    def marker_id(marker: str) -> int | None:
-        if marker not in output_format.control_markers:
-            return None
-        token: int | None = model.text.tokenizer.token_to_id(marker)
-        return token
-
-    return marker_id
+def _marker_ids(model: Model) -> Callable[[str], int | None]:
+    """Return the function of the token of a marker; of some models it is no control token."""
+    added = model.text.tokenizer.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items()}.get
 
 
 def _is_distinct(model: Model, answer: Grammar, schema: Mapping[str, Any], name: str) -> bool:
@@ -82,9 +78,12 @@ def _is_distinct(model: Model, answer: Grammar, schema: Mapping[str, Any], name:
     return schema == ANY_OBJECT or not answer.allows(model.text.encode(beginning))
 
 
-def _with_supported_parameters(model: Model, tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
-    """Return tools with the parts of their schemas that are supported, and what is left out."""
-    result, warnings = list[Tool](), list[str]()
+def _less_and_less_constrained(
+    model: Model, tools: Sequence[Tool]
+) -> Iterator[tuple[Sequence[Tool], Sequence[str]]]:
+    """Yield tools with fewer and fewer constraints of their arguments, and what is left out."""
+    yield tools, ()
+    usable_tools, warnings = list[Tool](), list[str]()
     for tool in tools:
         parameters: Mapping[str, Any] = ANY_OBJECT
         try:
@@ -94,5 +93,7 @@ def _with_supported_parameters(model: Model, tools: Sequence[Tool]) -> tuple[lis
         else:
             parameters = grammar.schema or tool.parameters
             warnings += grammar.warnings
-        result.append(replace(tool, parameters=parameters))
-    return result, warnings
+        usable_tools.append(replace(tool, parameters=parameters))
+    yield usable_tools, warnings
+    free_tools = [replace(tool, parameters=ANY_OBJECT) for tool in tools]
+    yield free_tools, ["the parameters of the tools are not followed: together they are too large"]

@@ -14,7 +14,8 @@ from kvkeep.server.lark_rules import LarkRules, either, json_value, literal
 
 _DEFINITIONS = ("$defs", "definitions")
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
-_NUMBER = r"/-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,4})?/"
+_INTEGER = "-?(0|[1-9][0-9]{0,39})"
+_NUMBER = rf"/{_INTEGER}(\.[0-9]{{1,40}})?([eE][+-]?[0-9]{{1,4}})?/"
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,60}/"
 
 
@@ -60,8 +61,10 @@ def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: s
         return f"({item} ({syntax.comma} {item})*)?"
     items = []
     for key, schema, is_required in _properties(tool):
-        types = sorted(value_types(tool, key) & frozenset(_TYPES))
         values = [syntax.text(text) for text in _enum_texts(schema)]
+        if schema.get("type") == "integer":
+            values = [f"/{_INTEGER}/"]
+        types = sorted(value_types(tool, key) & frozenset(_TYPES))
         values = values or [f"value_{name}" for name in types] or ["value"]
         items.append((f"{literal(key + equals)} ({either(values)})", is_required))
     return rules.separated(items, syntax.comma) if items else ""

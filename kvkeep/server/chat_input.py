@@ -76,6 +76,8 @@ class ChatInput:
     ) -> "tuple[ChatInput, list[Sampling]]":
         """Constrain samplings to a forced call, or to a JSON schema or GBNF grammar, if given.
 
+        Besides an answer by a schema, calls of the tools stay possible.
+
         Returns the input whose readers read such answers, and the samplings, each with a constraint
         of its own. The answer is constrained, and not the reasoning before it. reasoning_budget:
         the most tokens of reasoning; None for any number. Raises InvalidArgument for an invalid

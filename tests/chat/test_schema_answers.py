@@ -138,3 +138,10 @@ def test_bare_json_beside_a_schema_is_a_call_only_in_the_exact_form(
         output = read(list(text), format_by_name("llama3"), names, cuts=cuts)
         assert bool(output.calls) == is_call
         assert is_call or output.text == text
+
+
+def test_text_that_is_no_json_is_read_as_without_a_schema() -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    for text in ("I look.", "the place?", "nowhere"):
+        output = read(list(f"{text}\n{call}"), format_by_name("hermes"), [])
+        assert (output.text, len(output.calls)) == (text, 1)

@@ -1,14 +1,19 @@
 """The grammar of an answer that is calls or JSON, in every form of calls."""
 
+import itertools
 import json
 import re
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import FORMATS
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
 from kvkeep.server.answer_grammar import compile_answer_or_calls
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
@@ -117,6 +122,17 @@ def test_a_model_without_a_template_for_tools_writes_hermes_form(smollm2: Model)
     assert names == frozenset()
 
 
+def test_markers_are_tokens_where_the_vocabulary_has_them_as_text(tmp_path: Path) -> None:
+    """As those of Qwen 2.5."""
+    markers = ["<tool_call>", "</tool_call>"]
+    model = family_model(tmp_path, ["<think>", "</think>"], text_markers=markers)
+    grammar, _ = compile_answer_or_calls(model, SCHEMA, [WEATHER])
+    call = written("hermes", [("weather", {"text": "a"})])
+    assert model.text.encode(markers[0], special=True) == model.text.encode(call, special=True)[:1]
+    assert accepts(model, grammar, call)
+    assert accepts(model, grammar, ANSWER)
+
+
 CALL_LIKE = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
@@ -152,3 +168,81 @@ def test_parameters_that_are_not_supported_are_free_and_named(smollm2: Model) ->
         assert accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>") == allowed
     call = json.dumps({"name": "weather", "arguments": {"text": 1}})
     assert not accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>")
+
+
+def random_text(model: Model, grammar: Grammar, seed: int) -> list[int]:
+    """Return a random text of a grammar, as tokens; empty if it does not end soon."""
+    random, matcher = Random(seed), grammar.copy()
+    ids: list[int] = []
+    logits = torch.zeros(model.text.vocab_size)
+    closing = [i for text in "\"'}])<>/\n" for i in model.text.encode(text)]
+    closing += [i for i in range(model.text.vocab_size) if model.text.is_control(i)]
+    for _ in range(600):
+        allowed = (matcher.masked(logits) == 0).nonzero().flatten().tolist()
+        if model.end_token_ids[0] in allowed:
+            return ids
+        likely = [token for token in allowed if token in closing]
+        ids.append(random.choice(likely if likely and random.random() < 0.6 else allowed))
+        matcher.accept(ids[-1])
+    return []
+
+
+SIMPLE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "number"},
+        "unit": {"enum": ["C", "F"]},
+        "flag": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["text"],
+}
+TYPES = {"text": str, "count": (int, float), "unit": str, "flag": bool, "tags": list}
+
+
+def pieces_of(model: Model, ids: list[int]) -> list[str | int]:
+    """Return texts, and control tokens as they are."""
+    pieces: list[str | int] = []
+    for is_control, group in itertools.groupby(ids, model.text.is_control):
+        tokens = list(group)
+        pieces += tokens if is_control else [model.text.decode(tokens)]
+    return pieces
+
+
+def test_all_that_the_grammar_allows_is_read_as_calls_or_as_the_answer(
+    form_name: str, tmp_path: Path
+) -> None:
+    model = model_of(form_name, tmp_path)
+    tools = [Tool("weather", parameters=SIMPLE), SHELL]
+    grammar, names = compile_answer_or_calls(model, SCHEMA, tools)
+    read = Counter[str]()
+    for seed in range(60):
+        ids = random_text(model, grammar, seed)
+        reader = OutputReader(
+            model.renderer.output_format,
+            tools,
+            control_text=model.text.control_text,
+            schema_calls=names,
+        )
+        reader.push(pieces_of(model, ids))
+        reader.finish()
+        output, text = reader.output, model.text.decode(ids)
+        if not ids:
+            read["unfinished"] += 1
+        elif output.calls:
+            read["calls"] += 1
+            assert output.text == "", text
+            for call in output.calls:
+                assert call.complete, text
+                values = json.loads(call.arguments)
+                assert set(values) <= (set(TYPES) if call.name == "weather" else set()), text
+                assert call.name != "weather" or "text" in values
+                for key, value in values.items():
+                    assert isinstance(value, TYPES[key]), text
+        else:
+            read["answers"] += 1
+            assert set(json.loads(output.text)) == {"name", "age"}
+            assert text.endswith(output.text)
+    assert read["calls"] >= 5, read
+    assert read["answers"] >= 5, read
