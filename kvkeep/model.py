@@ -86,6 +86,7 @@ class Model(LoadedModel):
         kv_bits: KvBits | None = None,
         far_bits: KvBits | None = None,
         calibration: Calibration | None = None,
+        checkpoint_bytes: int | None = None,
         **settings: Unpack[PolicySettings],
     ) -> Session:
         """Return a new, empty session.
@@ -112,6 +113,7 @@ class Model(LoadedModel):
             kv_bits: 8, 4 or "8/4" (keys and values) for all cells.
             far_bits: the same for cells outside the window: kept, pinned, compressed and grouped.
             calibration: the model's statistics for "archive"; see `load_calibration`.
+            checkpoint_bytes: see `Session.checkpoint_bytes`; 256 MB by default.
 
         Raises InvalidArgument for a number out of range, an unknown policy, and a setting that the
         policy does not have.
@@ -141,6 +143,8 @@ class Model(LoadedModel):
         session = Session(self, session_policy, prefill_step, store, bits)
         if keep_prompt:
             session.keep = WHOLE_PROMPT
+        if checkpoint_bytes is not None:
+            session.checkpoint_bytes = checkpoint_bytes
         return session
 
     def _fit_policy(self, policy: Policy) -> Policy:

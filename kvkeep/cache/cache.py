@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache.attention import AttentionConfig
 from kvkeep.cache.block import Cells, UndoLog
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.cache.checks import require
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.observer import Observer, Queries
@@ -192,8 +193,11 @@ class KVCache:
         """Remove the newest `count` cells and set the clock back.
 
         Local layers no longer have the cells that these evicted, beyond their window's spare cells:
-        their queries see fewer cells until the window is full again.
+        their queries see fewer cells until the window is full again. Recurrent states are removed.
+        A checkpoint has both.
         """
+        if count:
+            self.recurrent_states = {}
         self.time -= count
         if self.observer is not None:
             self.observer.drop_from(self.time)
@@ -205,6 +209,20 @@ class KVCache:
         self.drop_empty_segments()
         if self.local_cache is not None:
             self.local_cache.drop_newest(min(count, self.local_cache.cells))
+
+    def checkpoint(self, num_tokens: int) -> Checkpoint:
+        """Return a copy of what later tokens overwrite. num_tokens: all so far."""
+        segments = () if self.local_cache is None else self.local_cache.segments
+        shared = tuple(segment.share() for segment in segments)
+        return Checkpoint(num_tokens, self.time, shared, self.recurrent_states)
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take local windows and recurrent states from a checkpoint at the present time."""
+        assert checkpoint.time == self.time, "a checkpoint of another time"
+        if self.local_cache is not None:
+            shared = [segment.share() for segment in checkpoint.local_segments]
+            self.local_cache.segments = [segment.normalise() for segment in shared]
+        self.recurrent_states = checkpoint.recurrent_states
 
     def evict_to(self, max_cells: int) -> None:
         """Evict the oldest cells of the window until at most `max_cells` cells are held."""

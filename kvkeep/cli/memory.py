@@ -92,6 +92,12 @@ class MemoryOptions:
     far_bits: BitsName | None = options.choice_option(
         BIT_NAMES, "Bits of cells outside the window.", show_default="not quantised"
     )
+    checkpoint_bytes: int = options.size_option(
+        "--checkpoints",
+        minimum=0,
+        default="256MB",
+        help="Per session, copies of local windows and states, to go back to earlier tokens.",
+    )
     prefill_step: int = model_options.PREFILL_STEP_OPTION
     dtype: DtypeName = model_options.DTYPE_OPTION
     weights: WeightFormat | None = model_options.WEIGHTS_OPTION
@@ -135,6 +141,7 @@ class MemoryOptions:
             "keep": keep if self._passes_keep else None,
             "policy": self.policy,
             "prefill_step": self.prefill_step,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "kv_bits": self.kv_bits,
             "far_bits": self.far_bits,
             "calibration": calibration,

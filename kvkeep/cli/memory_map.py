@@ -32,10 +32,12 @@ def memory_map(session: "Session", width: int | None = None, ascii_only: bool | 
     statuses = session.token_status
     sizes = _sizes(session, Counter(statuses))
     labels: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
-    cache = session.cache
+    checkpoints = len(session.checkpoints)
     summary = (
-        f"{cache.cells} of {session.max_kv_size} cells, {format_mb(sum(sizes.values()))} "
-        f"({format_mb(cache.nbytes)} allocated); policy {session.policy}"
+        f"{session.cache.cells} of {session.max_kv_size} cells, {format_mb(sum(sizes.values()))} "
+        f"({format_mb(session.nbytes)} allocated"
+        + (f", with {checkpoints} checkpoints" if checkpoints else "")
+        + f"); policy {session.policy}"
     )
     return "\n".join([*draw_map(statuses, sizes, labels, width, ascii_only), summary])
 

@@ -81,7 +81,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.default_policy = default_session.policy  # of new sessions
         self.default_max_kv_size = default_session.max_kv_size
         policy = SchedulingPolicy(self.limits)
-        self._registry = SessionRegistry(model, session_folder, policy, snapshots)
+        checkpoint_bytes = self.settings.get("checkpoint_bytes")
+        self._registry = SessionRegistry(model, session_folder, policy, snapshots, checkpoint_bytes)
         self.losses = self._registry.losses  # messages about unsaved changes
         self._operation_log = OperationLog()
         idle_interval = self.limits.save_idle_after / 2 + 0.05  # between looks for unsaved sessions

@@ -53,7 +53,7 @@ class OperationLog:
         """Log an operation, and call the listeners with it. A listener that raises is removed."""
         if not record.removed:
             record.mark_unsaved()  # each logged operation is a change
-        nbytes = record.session.cache.nbytes if record.session else 0
+        nbytes = record.session.nbytes if record.session else 0
         operation = Operation(
             record.owner, record.name, kind, record.revision, tokens, seconds, nbytes
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
+from kvkeep.session.checkpoints import max_checkpoint_count
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
@@ -199,4 +200,17 @@ def max_session_bytes(session: Session, new_tokens: int | None) -> int:
         total += session.prefill_step * local_bytes
     if (states := session.core.model.spec.states) is not None:
         total += states.nbytes(cache.layout.dtype)
-    return max(total, cache.nbytes)
+    total += max_checkpoint_bytes(session, cells)
+    return max(total, session.nbytes)
+
+
+def max_checkpoint_bytes(session: Session, num_tokens: int) -> int:
+    """Return the most bytes that a session's checkpoints take once it has so many tokens."""
+    cache, count = session.cache, max_checkpoint_count(num_tokens, session.prefill_step)
+    nbytes = sum(state.nbytes for state in cache.recurrent_states.values())
+    if (states := session.core.model.spec.states) is not None:
+        nbytes = states.nbytes(cache.layout.dtype)
+    if (local_cache := cache.local_cache) is not None:
+        capacity = min(num_tokens, local_cache.window.capacity or num_tokens)
+        nbytes += capacity * local_cache.layout.cell_bytes
+    return min(session.checkpoint_bytes, count * nbytes)

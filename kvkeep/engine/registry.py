@@ -37,10 +37,13 @@ class SessionRegistry:
         folder: Path | None,
         policy: SchedulingPolicy,
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
+        checkpoint_bytes: int | None = None,
     ):
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
-        returns an owner's labelled snapshots; None for those in `folder`."""
+        returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
+        sessions that are loaded; None for the default of sessions."""
         self.model, self.policy = model, policy
+        self._checkpoint_bytes = checkpoint_bytes
         self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
         self._other_bytes = 0  # reserved for what is no session
@@ -155,9 +158,12 @@ class SessionRegistry:
         Shared storage counts once.
         """
         idle = (record for record in self if record.session is not None and not record.busy)
-        segments = [segment for record in idle for segment in record.live.cache.all_segments]
+        memories = [record.live.core.memory for record in idle]
+        segments = [segment for memory in memories for segment in memory.all_segments]
+        states = {id(state): state.nbytes for memory in memories for state in memory.all_states}
         reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
-        return storage_bytes(segments) + reserved_bytes + self._other_bytes
+        held_bytes = storage_bytes(segments) + sum(states.values())
+        return held_bytes + reserved_bytes + self._other_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes of a session's cells that other sessions, such as forks, share."""
@@ -165,9 +171,10 @@ class SessionRegistry:
             segment.block.storage
             for other in self
             if other is not record and other.session is not None
-            for segment in other.session.cache.all_segments
+            for segment in other.session.core.memory.all_segments
         }
-        storages = {segment.block.storage for segment in record.live.cache.all_segments}
+        segments = record.live.core.memory.all_segments
+        storages = {segment.block.storage for segment in segments}
         return sum(storage.nbytes for storage in storages & other_storages)
 
     def reserve(self, record: SessionRecord, new_tokens: int | None, copies: int = 1) -> None:
@@ -179,7 +186,7 @@ class SessionRegistry:
         session = self.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
         is_counted = self.get(record.name, record.owner) is record and not record.busy
-        counted_bytes = session.cache.nbytes if is_counted else 0  # part of `self.nbytes`
+        counted_bytes = session.nbytes if is_counted else 0  # part of `self.nbytes`
         self._make_room(requested_bytes, counted_bytes, record)
         record.reserved_bytes = requested_bytes
 
@@ -241,6 +248,8 @@ class SessionRegistry:
         if record.session is None:
             assert record.file is not None
             record.session = self.model.restore(Snapshot.load(record.file.path))
+            if self._checkpoint_bytes is not None:
+                record.session.checkpoint_bytes = self._checkpoint_bytes
         return record.session
 
     def save(self, record: SessionRecord) -> None:

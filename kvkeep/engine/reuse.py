@@ -78,10 +78,15 @@ class Match:
         return self.record.live.beginning(self.reused_tokens) if self.record else empty_session
 
     def set_token_counts(self, new_record: SessionRecord) -> None:
-        """Note in the record of a session from `build_session` how its tokens were evaluated."""
+        """Note in the record of a session from `build_session` how its tokens were evaluated.
+
+        And to where the nearest text is the same, so that more texts can begin there.
+        """
         step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
         new_record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
         new_record.sampled_length = self.reused_tokens if self.resumes_session else 0
+        if not self.resumes_session:
+            new_record.live.branch_at(new_record.end_of_last_step(self.common_tokens))
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def _match_record(
     if resumable and follows_sampled and (may_take_over or session.holds_all):
         return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
     reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
-    reused_tokens = record.end_of_last_step(reusable_tokens)
+    reused_tokens = _end_of_reuse(record, reusable_tokens)
     if not reused_tokens:
         return Match(common_tokens=common_tokens, reason=reason or "below_step")
     return Match(record, reused_tokens, common_tokens, reason or "differs")
@@ -199,7 +204,7 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
         return 0, "compressed"
     if cache.layout.quantised or cache.far_layout.quantised:
         return 0, "quantised"
-    if cache.cells < len(session.tokens) or cache.local_cache is not None or cache.recurrent_states:
+    if cache.cells < len(session.tokens):
         return 0, "forgotten"
     window = next((segment.length for segment in cache.segments if not segment.is_anchor), 0)
     anchors = sum(segment.length for segment in cache.segments if segment.is_anchor)
@@ -207,6 +212,22 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
     has_sampled_tokens = limit >= record.step_aligned_tokens + session.prefill_step
     return min(limit, record.step_aligned_tokens), "sampled" if has_sampled_tokens else ""
+
+
+def _end_of_reuse(record: SessionRecord, max_tokens: int) -> int:
+    """Return the end of the last whole prefill step, at which there must be a checkpoint.
+
+    Only models with local layers or states need one.
+    """
+    memory = record.live.core.memory
+    while memory.overwrites and max_tokens:
+        checkpoint = memory.usable_checkpoint(max_tokens)
+        if checkpoint is None:
+            return 0
+        if record.end_of_last_step(checkpoint.num_tokens) == checkpoint.num_tokens:
+            return checkpoint.num_tokens
+        max_tokens = checkpoint.num_tokens - 1
+    return record.end_of_last_step(max_tokens)
 
 
 def _reuse_settings(session: Session) -> tuple[object, ...]:

@@ -112,7 +112,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     Raises InvalidArgument before anything is evaluated.
     """
     plan.check()
-    memory.require_no_recurrent_states("compressed")
+    memory.require_no_states("compressed", "save or fork it instead")
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" does not support compress(): policy="archive" '

@@ -25,7 +25,8 @@ class EditReport:
     """The result of an edit.
 
     cells_moved: cells that are now seen from another distance; none of them was rewritten.
-    tokens_evaluated: inserted and re-evaluated ones, the last one for its logits included.
+    tokens_evaluated: inserted and re-evaluated ones, the last one for its logits included, and with
+        "suffix" those since a checkpoint, for local windows and states.
     """
 
     cells_moved: int
@@ -129,7 +130,6 @@ def _edit(
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`. span_name: of the span that is replaced."""
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
-    core.memory.require_no_recurrent_states("edited")
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
     with session_transaction([core]) as (state,):
@@ -143,7 +143,7 @@ def _edit(
 
 def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     """Remove tokens that have no cells."""
-    core.memory.require_no_recurrent_states("edited")
+    _require_cells_only(core.memory)
     if any(segment.compressed for segment in core.memory.cache.segments):
         raise InvalidArgument(
             f"tokens {start} to {end} are not in the cache, but compressed cells may still contain "
@@ -178,6 +178,7 @@ def prepare_edit(
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
     scope, total = EditScope.from_range(memory, start, end, ids), len(memory.tokens)
     if end < total and recompute == "none":
+        _require_cells_only(memory)
         return InPlaceEdit.prepare(memory, scope, prefill_step).apply, len(ids) + 1
     memory.require_room(scope.growth)
     memory.require_rewind(total - start)
@@ -185,10 +186,19 @@ def prepare_edit(
     pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
     edited_memory = memory.fork()
     _, last_ids, pinned = edited_memory.rewind(total - start)
-    reevaluate_last(edited_memory, last_ids, pinned)
+    num_refilled = reevaluate_last(edited_memory, last_ids, pinned)
     if scope.keep is not None:
         edited_memory.change_policy(keep=scope.keep)
     for pinned, run in itertools.groupby(zip(pins, following_ids, strict=True), itemgetter(0)):
         evaluate_all(edited_memory, [token for _, token in run], prefill_step, pinned)
     edited_memory.cache.segments = merge_small_segments(edited_memory.cache.segments)
-    return lambda successor: (edited_memory, 0), len(last_ids) + len(following_ids)
+    num_evaluated = num_refilled + len(last_ids) + len(following_ids)
+    return lambda successor: (edited_memory, 0), num_evaluated
+
+
+def _require_cells_only(memory: Memory) -> None:
+    """Raise InvalidArgument if layers keep states, which an edit in place cannot change."""
+    memory.require_no_states(
+        "edited in place",
+        'use recompute="suffix", which evaluates all that follows the last checkpoint before it',
+    )

@@ -18,7 +18,7 @@ from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite
 from kvkeep.session.memory import Memory
 
-_LOCAL_STEP_TOKENS = 512  # tokens that are re-evaluated at a time for local layers
+_REFILL_STEP_TOKENS = 512  # evaluated again at a time for local layers and states
 
 
 @dataclass(frozen=True)
@@ -175,39 +175,53 @@ def _forward(
 
 def reevaluate_last(
     memory: Memory, last_ids: Sequence[int], pinned: bool, max_local_windows: int | None = None
-) -> None:
+) -> int:
     """Evaluate the token that a memory popped, if any, anew over the cells that are there now.
 
     It is evaluated as a token of a prompt, even if it was sampled, so that the result is that of a
-    session that was fed these tokens.
+    session that was fed these tokens. Returns how many tokens before it were evaluated again.
 
-    last_ids, pinned: from `Memory.pop_last`. max_local_windows: see `refill_local`.
+    last_ids, pinned: from `Memory.pop_last`. max_local_windows: see `refill_overwritten`.
     """
-    if last_ids:
-        refill_local(memory, max_local_windows)
-        evaluate_all(memory, last_ids, 1, pinned)
+    if not last_ids:
+        return 0
+    num_refilled = refill_overwritten(memory, max_local_windows)
+    evaluate_all(memory, last_ids, 1, pinned)
+    return num_refilled
 
 
-def refill_local(memory: Memory, max_windows: int | None) -> None:
-    """Compute the cells of local layers anew if some that the next token sees were evicted.
+def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> int:
+    """Compute anew what removed tokens had overwritten: cells of local layers, and states.
 
-    They are computed from all tokens that are held without a gap, or the last `max_windows` windows
-    of them. In a memory that holds all its tokens, the result equals the cells that were there.
+    They are computed from the newest checkpoint on, or from all tokens that are held without a gap.
+    In a memory that holds all its tokens, the result equals what was there. Returns how many tokens
+    were evaluated again.
+
+    max_local_windows: use no checkpoint, and only so many windows of local layers.
     """
+    if not memory.tokens or memory.holds_overwritten():
+        return 0
+    count, checkpoint = memory.num_held, None
     local = memory.cache.local_cache
-    if local is None or local.window.size is None or memory.holds_local_window():
-        return
-    max_tokens = len(memory.tokens) if max_windows is None else max_windows * local.window.size
-    count = min(max_tokens, memory.num_rewindable)
+    if local is not None and local.window.size is not None and max_local_windows is not None:
+        count = min(count, max_local_windows * local.window.size)
+    elif newest := memory.usable_checkpoint(len(memory.tokens)):
+        count, checkpoint = len(memory.tokens) - newest.num_tokens, newest
     scratch_cache = memory.cache.fork()
     scratch_cache.observer, scratch_cache.window = None, Window()
     scratch_cache.drop_newest(count)
     scratch_cache.serial -= count  # the tokens get the same serials again
-    assert scratch_cache.local_cache is not None
-    scratch_cache.local_cache.segments = []
-    ids = memory.tokens[len(memory.tokens) - count :]
-    evaluate_segment(memory.decoder, scratch_cache, ids, _LOCAL_STEP_TOKENS)
-    local.segments = scratch_cache.local_cache.segments
+    if scratch_cache.local_cache is not None:
+        scratch_cache.local_cache.segments = []
+    if checkpoint is not None:
+        scratch_cache.load_checkpoint(checkpoint)
+    if count:
+        ids = memory.tokens[len(memory.tokens) - count :]
+        evaluate_segment(memory.decoder, scratch_cache, ids, _REFILL_STEP_TOKENS)
+    memory.cache.recurrent_states = scratch_cache.recurrent_states
+    if local is not None and scratch_cache.local_cache is not None:
+        local.segments = scratch_cache.local_cache.segments
+    return count
 
 
 @torch.inference_mode()

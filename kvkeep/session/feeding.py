@@ -146,7 +146,11 @@ class Feeding(Iterator[FeedStep]):
             with session_transaction([core]) as (state,):
                 state.keep_first_prompt(self.total)
                 last_hidden = state.memory.hidden
+                if not self.done:
+                    state.memory.take_checkpoint()  # at the boundary of a message
                 result = evaluate_step(state.memory, self._ids, self.done, size)
+                if not (self.done + len(result.hidden)) % size:
+                    state.memory.take_checkpoint()
                 if self._top_logprobs is not None:
                     targets = self._ids[self.done : self.done + len(result.hidden)]
                     scored = (last_hidden, result.hidden, targets, self._top_logprobs)

@@ -15,7 +15,7 @@ from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.evaluation import evaluate_segment, reevaluate_last, refill_local
+from kvkeep.session.evaluation import evaluate_segment, reevaluate_last, refill_overwritten
 from kvkeep.session.memory import Memory
 
 _LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
@@ -54,7 +54,7 @@ class InPlaceEdit:
         prefix, suffix = self._split_segments(memory.cache)
         cache.segments = [_hide_later_cells(segment, self.end_position) for segment in prefix]
         cache.time, cache.serial = self.end_position - len(scope.ids), memory.cache.serial
-        refill_local(prefix_memory, _LOCAL_WINDOWS)
+        refill_overwritten(prefix_memory, _LOCAL_WINDOWS)
         # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
         # so that no window cell may lie among those that have left it.
         anchor = suffix[0].is_anchor if scope.keep is None else scope.permanent

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits, Cells
+from kvkeep.cache import Bits, Cells, Segment
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.cache.shallow_copy import shallow_copy
+from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.policies import Policy, checked_bits
+from kvkeep.session.checkpoints import Checkpoints
 from kvkeep.session.history import History
 from kvkeep.storage.snapshots.memory_state import MemoryState
 
@@ -25,6 +28,7 @@ class Memory:
     decoder: the model's forward. bits: of stored numbers. tokens: all ids so far, evicted ones
     included. serials: the number that each token got when it was evaluated, by which its cell is
     found. pins: serials of pinned tokens. hidden: `[1, hidden_size]` of the last token.
+    checkpoints: from which local windows and states of earlier tokens are computed anew.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy, bits: Bits = Bits()):  # noqa: B008
@@ -37,6 +41,7 @@ class Memory:
         self.serials = History("q")
         self.pins: frozenset[int] = frozenset()
         self.hidden: Tensor | None = None
+        self.checkpoints = Checkpoints()
         self._logits: Tensor | None = None  # computed from `hidden` when they are first needed
 
     def fork(self) -> "Memory":
@@ -106,22 +111,25 @@ class Memory:
                 "budget"
             )
 
-    def require_no_recurrent_states(self, operation: str) -> None:
-        """Raise InvalidArgument if layers keep states. operation: a participle, as "edited"."""
-        if self.cache.recurrent_states:
+    @property
+    def overwrites(self) -> bool:
+        """Whether tokens overwrite parts of the cache: windows of local layers, or states."""
+        return self.cache.local_cache is not None or self.decoder.spec.keeps_states
+
+    def require_no_states(self, operation: str, alternative: str) -> None:
+        """Raise InvalidArgument if layers keep states. operation: a participle, as "compressed"."""
+        if self.decoder.spec.keeps_states:
             raise InvalidArgument(
                 f"this session cannot be {operation}: some layers of the model keep states of all "
-                "tokens instead of cells, so no token can be removed; fork or save the session "
-                "before tokens that you may want to remove"
+                f"tokens instead of cells, which cannot be changed; {alternative}"
             )
 
     def require_rewind(self, count: int) -> None:
         """Raise InvalidArgument if the last `count` tokens cannot be removed by a rewind."""
         if count == 0:
             return
-        self.require_no_recurrent_states("rewound")
         rewindable, total = self.num_rewindable, len(self.tokens)
-        maximum = total if rewindable == total else rewindable - 1
+        maximum = total if rewindable == total else max(0, rewindable - 1)
         if not 0 <= count <= maximum:
             raise InvalidArgument(
                 f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
@@ -129,27 +137,40 @@ class Memory:
             )
 
     @property
-    def num_rewindable(self) -> int:
-        """How many of the newest tokens are held without a gap, outside self-extend's groups.
-
-        0 if layers keep states, which exist after the last token alone.
-        """
-        if self.cache.recurrent_states:
-            return 0
+    def num_held(self) -> int:
+        """How many of the newest tokens are held without a gap, outside self-extend's groups."""
         ungrouped_segments = [s for s in self.cache.segments if s.position_map.group == 1]
         ungrouped = [serial for segment in ungrouped_segments for serial in segment.serials()]
         pairs = zip(reversed(ungrouped), reversed(self.serials), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
+    def num_rewindable(self) -> int:
+        """How many of the newest tokens can be removed, one more included that is evaluated again.
+
+        Those that are held without a gap. If layers keep states, only those since the oldest
+        checkpoint, unless all tokens are held: then states are computed anew from the beginning.
+        """
+        held, total = self.num_held, len(self.tokens)
+        if not self.decoder.spec.keeps_states or held == total:
+            return held
+        usable = [c.num_tokens for c in self.checkpoints.entries if total - c.num_tokens <= held]
+        return total - usable[0] if usable else 0
+
+    @property
     def holds_all(self) -> bool:
         """Whether all tokens are held, in cells or states; in local layers those of a window."""
-        all_held = bool(self.cache.recurrent_states) or self.num_rewindable == len(self.tokens)
-        return all_held and self.holds_local_window()
+        all_held = bool(self.cache.recurrent_states) or self.num_held == len(self.tokens)
+        return all_held and self.holds_overwritten()
 
-    def holds_local_window(self, removed_count: int = 0) -> bool:
-        """Whether local layers hold a whole window without the last `removed_count` tokens."""
+    def holds_overwritten(self, removed_count: int = 0) -> bool:
+        """Whether the next token would find whole local windows, and states, after a removal.
+
+        removed_count: of the newest tokens.
+        """
         local, remaining = self.cache.local_cache, len(self.tokens) - removed_count
+        if self.decoder.spec.keeps_states and remaining:
+            return bool(self.cache.recurrent_states) and not removed_count
         if local is None or local.window.size is None:
             return True
         return local.cells - removed_count >= min(local.window.size - 1, remaining)
@@ -193,6 +214,48 @@ class Memory:
             self.pins |= set(serials)
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, serials)
+        self.checkpoints = self.checkpoints.first(start)
+
+    # Checkpoints
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its cells, states and checkpoints in memory, idle storage included."""
+        return storage_bytes(self.all_segments) + sum(state.nbytes for state in self.all_states)
+
+    @property
+    def all_segments(self) -> list[Segment]:
+        """The segments of its cache and of its checkpoints."""
+        checkpoints = self.checkpoints.entries
+        return [*self.cache.all_segments, *(s for c in checkpoints for s in c.local_segments)]
+
+    @property
+    def all_states(self) -> list[Tensor]:
+        """The recurrent states of its cache and of its checkpoints, each tensor once."""
+        holders = [self.cache, *self.checkpoints.entries]
+        states = [state for holder in holders for state in holder.recurrent_states.values()]
+        return list({id(state): state for state in states}.values())
+
+    def take_checkpoint(self) -> None:
+        """Copy what later tokens overwrite, if anything, to come back to this token."""
+        wanted = self.overwrites and self.checkpoints.max_bytes > 0
+        if wanted and self.tokens and self.holds_overwritten():
+            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(len(self.tokens)))
+
+    def usable_checkpoint(self, num_tokens: int) -> Checkpoint | None:
+        """Return the newest checkpoint after at most `num_tokens` tokens, if it is still true.
+
+        None if later tokens are not held without a gap; and for local windows if any tokens were
+        evicted, because these windows may contain what they said.
+        """
+        checkpoint, total = self.checkpoints.newest(num_tokens), len(self.tokens)
+        if checkpoint is None:
+            return None
+        num_later = total - checkpoint.num_tokens
+        # An edit in place moves the clock of the tokens before it.
+        is_same_time = checkpoint.time == self.cache.time - num_later
+        num_needed = num_later if self.decoder.spec.keeps_states else total
+        return checkpoint if is_same_time and num_needed <= self.num_held else None
 
     # Removing the newest tokens
 
@@ -204,6 +267,7 @@ class Memory:
             self.cache.time = 0
         removed, lost_pins = self.tokens[remaining:], self.pins & set(self.serials[remaining:])
         self.tokens, self.serials = self.tokens.first(remaining), self.serials.first(remaining)
+        self.checkpoints = self.checkpoints.first(remaining)
         self.hidden = self._logits = None
         if lost_pins:
             self.pins -= lost_pins
@@ -232,17 +296,22 @@ class Memory:
         Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
         """
         total = len(self.tokens)
-        if self.num_rewindable != total or not self.holds_local_window(count):
+        count = validation.integer("count", count, 0, total)
+        checkpoint = self._overwritten_by(total - count)
+        if self.num_held != total or not (checkpoint or self.holds_overwritten(count)):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
                 "keep states"
             )
-        self.drop_newest(validation.integer("count", count, 0, total))
+        self.drop_newest(count)
+        if checkpoint:
+            self.cache.load_checkpoint(checkpoint)
 
     def clear(self) -> list[int]:
         """Remove and return every token, held or not."""
         removed = list(self.tokens)
         self.pins = frozenset()
+        self.checkpoints = self.checkpoints.first(0)
         empty = Memory(self.decoder, self.policy, self.bits)
         self.cache, self.hidden, self._logits = empty.cache, None, None
         self.tokens, self.serials = empty.tokens, empty.serials
@@ -255,13 +324,12 @@ class Memory:
         bit as that one would; those of a fork do not. They are copied on the first write. Raises
         InvalidArgument if these tokens are not all held.
         """
-        if count < len(self.tokens):
-            self.require_no_recurrent_states("rewound")
-        rewindable, total = self.num_rewindable, len(self.tokens)
-        if not self.holds_all or not self.holds_local_window(total - count):
+        held, total = self.num_held, len(self.tokens)
+        checkpoint = self._overwritten_by(count)
+        if held != total or not (checkpoint or self.holds_overwritten(total - count)):
             raise InvalidArgument(
-                f"the first {count} tokens are not all in the cache: only the last {rewindable} of "
-                f"{total} are, without a gap, or local layers have evicted them"
+                f"the first {count} tokens are not all in the cache: only the last {held} of "
+                f"{total} are, without a gap, or layers have no checkpoint there"
             )
         memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
@@ -269,7 +337,17 @@ class Memory:
         memory.drop_newest(total - count)
         if memory.cache.segments:
             memory.cache.segments[-1].unseal()
+        if checkpoint:
+            memory.cache.load_checkpoint(checkpoint)
+            memory.checkpoints = memory.checkpoints.branched(count)
         return memory
+
+    def _overwritten_by(self, num_tokens: int) -> Checkpoint | None:
+        """Return the checkpoint after so many tokens if the cache no longer has what is in it."""
+        if self.holds_overwritten(len(self.tokens) - num_tokens):
+            return None
+        checkpoint = self.usable_checkpoint(num_tokens)
+        return checkpoint if checkpoint and checkpoint.num_tokens == num_tokens else None
 
     # Policy and pins
 

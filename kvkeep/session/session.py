@@ -396,6 +396,41 @@ class Session(SessionEdits):
         self.core.prefill_step = size
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """The most bytes that its checkpoints take; 0 for none.
+
+        A checkpoint is a copy of what later tokens overwrite: windows of local layers, and states.
+        With it, `rewind`, `fork(at)`, `beginning` and edits with recompute="suffix" evaluate the
+        tokens since the nearest checkpoint again, instead of all. Models without such layers have
+        none. See `kvkeep.session.checkpoints` for which are kept.
+        """
+        return self.core.memory.checkpoints.max_bytes
+
+    @checkpoint_bytes.setter
+    def checkpoint_bytes(self, size: int) -> None:
+        size = validation.integer("checkpoint_bytes", size, 0)
+        with session_transaction([self.core]) as (state,):
+            state.memory.checkpoints = state.memory.checkpoints.limited(size)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """After how many tokens it has a checkpoint, in increasing order."""
+        return [each.num_tokens for each in self.core.memory.checkpoints.entries]
+
+    def branch_at(self, num_tokens: int) -> None:
+        """Keep a checkpoint after `num_tokens` tokens, at which another text differs from this one.
+
+        If there is none yet, it is taken if a prefill step ends there.
+        """
+        with session_transaction([self.core]) as (state,):
+            state.memory.checkpoints = state.memory.checkpoints.branched(num_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its cells, states and checkpoints in memory, idle storage included."""
+        return self.core.memory.nbytes
+
+    @property
     def finish_reason(self) -> str | None:
         """Why the last stream ended; see `stream`."""
         return self.core.finish_reason

@@ -13,6 +13,7 @@ from typing import Any
 from engine.workload import Change, Create, Fork, Request, Result, Work, batch
 
 from kvkeep.engine import Engine, Limits
+from kvkeep.engine.record import max_session_bytes
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling
@@ -62,13 +63,16 @@ class World:
         return tuple(self.random.randrange(1, 250) for _ in range(count))
 
     def _open(self) -> Engine:
-        cell = self.model.session(**self.settings).cache.layout.cell_bytes
+        session = self.model.session(**self.settings)
+        memory = 12 * session.cache.layout.cell_bytes * self.settings["max_kv_size"]
+        if session.cache.local_cache is not None:
+            memory = 8 * max_session_bytes(session, None)
         if self.folder is None:
             return Engine(self.model, settings=self.settings)
         return Engine(
             self.model,
             settings=self.settings,
-            limits=Limits(memory=12 * cell * self.settings["max_kv_size"]),
+            limits=Limits(memory=memory),
             folder=self.folder / "sessions",
             stores=self.folder / "prefixes",
         )

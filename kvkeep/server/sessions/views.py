@@ -27,7 +27,7 @@ router = APIRouter()
 _MAX_PIECES = 4096  # tokens of one response
 _SESSION_FIELDS = (
     *("name", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
-    *("resident", "saved_revision", "policy"),
+    *("resident", "saved_revision", "policy", "checkpoints"),
 )
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
 _TokenIndex = Annotated[int, Query(ge=0, lt=2**40)]

@@ -1,0 +1,142 @@
+"""Checkpoints: rewinds, forks and suffix edits of models whose local windows have moved on."""
+
+import pytest
+import torch
+from edit_actions import LOCAL_MODEL, MODEL
+from hypothesis import given
+from hypothesis import strategies as st
+from topics import topic_text
+
+from kvkeep.model import Model
+from kvkeep.session.checkpoints import Checkpoints, max_checkpoint_count
+from kvkeep.session.session import Session
+
+IDS = MODEL.text.encode(topic_text())[:1200]
+STEP = 50
+
+
+def fed(count: int, model: Model = LOCAL_MODEL, policy: str = "full") -> Session:
+    session = model.session(2048, policy=policy, prefill_step=STEP)
+    session.feed(IDS[:count])
+    return session
+
+
+def require_same_future(session: Session, other: Session) -> None:
+    session.feed(IDS[-STEP:])
+    other.feed(IDS[-STEP:])
+    for _ in range(10):
+        assert torch.equal(session.logits, other.logits)
+        assert session.next_token() == other.next_token()
+
+
+def test_the_beginning_at_a_checkpoint_continues_to_the_bit() -> None:
+    session = fed(1000)
+    for count in session.checkpoints[:-1]:
+        require_same_future(session.beginning(count), fed(count))
+
+
+def test_taking_a_beginning_changes_nothing_in_the_session() -> None:
+    session, untouched = fed(1000), fed(1000)
+    begun = session.beginning(session.checkpoints[-3])
+    begun.feed(IDS[:300])
+    require_same_future(session, untouched)
+
+
+@pytest.mark.parametrize("at", [3, 60, 480, 700, 990])
+def test_a_fork_at_an_earlier_token_equals_a_session_of_these_tokens(at: int) -> None:
+    fork = fed(1000).fork(at)
+    torch.testing.assert_close(fork.logits, fed(at).logits, rtol=1e-4, atol=1e-3)
+
+
+def test_a_rewind_evaluates_only_what_follows_a_checkpoint() -> None:
+    session = fed(1000)
+    nearest = max(each for each in session.checkpoints if each < 600)
+    report = session.replace(600, 610, [7, 8, 9], recompute="suffix")
+    # The token before the edit is evaluated for its logits.
+    assert report.tokens_evaluated == 600 - nearest + 3 + 390
+    expected = LOCAL_MODEL.session(2048, policy="full", prefill_step=STEP)
+    expected.feed([*IDS[:600], 7, 8, 9, *IDS[610:1000]])
+    torch.testing.assert_close(session.logits, expected.logits, rtol=1e-4, atol=1e-3)
+
+
+def test_an_edit_removes_the_checkpoints_after_it() -> None:
+    session = fed(1000)
+    assert max(session.checkpoints) > 400
+    session.replace(400, 403, [7, 8, 9])  # in place, and of the same length
+    assert max(session.checkpoints) <= 400
+    session.delete(10, 14)  # from here on the clock of earlier tokens has moved
+    before = fed(1000).delete(10, 14, recompute="suffix")
+    assert before.tokens_evaluated > 900
+    fork = session.fork(5)
+    torch.testing.assert_close(fork.logits, fed(5).logits, rtol=1e-4, atol=1e-3)
+
+
+def test_messages_begin_at_checkpoints() -> None:
+    session = fed(330)
+    for _ in range(20):
+        session.next_token()
+    session.feed(IDS[:10])
+    assert 350 in session.checkpoints
+
+
+def test_a_failed_step_takes_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fed(1000)
+    checkpoints, decoder = session.checkpoints, session.core.memory.decoder
+    monkeypatch.setattr(decoder, "forward", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        session.feed(IDS[:STEP])
+    assert session.checkpoints == checkpoints
+
+
+def test_models_without_local_layers_have_none() -> None:
+    assert fed(1000, MODEL).checkpoints == []
+
+
+def test_their_bytes_are_bounded_and_counted() -> None:
+    session = fed(1000)
+    free = session.checkpoints
+    without = session.cache.nbytes
+    assert session.nbytes > without
+    session.checkpoint_bytes = (session.nbytes - without) // 2
+    assert session.nbytes - without <= session.checkpoint_bytes
+    assert set(session.checkpoints) < set(free)
+    session.feed(IDS[:500])
+    assert session.nbytes - session.cache.nbytes <= session.checkpoint_bytes
+    session.checkpoint_bytes = 0
+    assert session.checkpoints == []
+    session.feed(IDS[:500])
+    assert session.checkpoints == []
+
+
+def test_after_an_eviction_they_are_not_used() -> None:
+    """Local windows at a checkpoint may contain what evicted tokens said."""
+    session = LOCAL_MODEL.session(200, policy="sliding", prefill_step=STEP)
+    session.feed(IDS[:1000])
+    rewound = session.fork(900)
+    naive = LOCAL_MODEL.session(200, policy="sliding", prefill_step=STEP, checkpoint_bytes=0)
+    naive.feed(IDS[:1000])
+    torch.testing.assert_close(rewound.logits, naive.fork(900).logits)
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    branch=st.integers(0, 200),
+)
+def test_the_distances_between_them_grow_with_that_to_the_newest(
+    counts: list[int], branch: int
+) -> None:
+    memory, checkpoints, total = fed(STEP).core.memory, Checkpoints(branch=branch), 0
+    seen = set[int]()
+    for count in counts:
+        total += count
+        seen.add(total)
+        checkpoints = checkpoints.added(memory.cache.checkpoint(total))
+        kept = [each.num_tokens for each in checkpoints.entries]
+        assert kept == sorted(kept)
+        assert set(kept) <= seen
+        assert total in kept
+        assert branch not in seen or branch in kept
+        for taken in seen:  # whatever was taken, something near it is left
+            nearest = max((each for each in kept if each <= taken), default=0)
+            assert taken - nearest <= max(40, total - taken) or nearest == min(seen)
+    assert len(kept) <= max_checkpoint_count(total, min(counts)) + 2
