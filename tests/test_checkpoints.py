@@ -1,24 +1,37 @@
-"""Checkpoints: rewinds, forks and suffix edits of models whose local windows have moved on."""
+"""Checkpoints: back to tokens whose local windows and states later ones have overwritten."""
 
 import pytest
 import torch
 from edit_actions import LOCAL_MODEL, MODEL
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import small_model, state_specs
 from topics import topic_text
 
+from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.checkpoints import Checkpoints, max_checkpoint_count
 from kvkeep.session.session import Session
 
 IDS = MODEL.text.encode(topic_text())[:1200]
 STEP = 50
+STATE_MODELS = {kind: small_model(spec=spec) for kind, spec in state_specs().items()}
+MODELS = {"local": LOCAL_MODEL, **STATE_MODELS}
 
 
-def fed(count: int, model: Model = LOCAL_MODEL, policy: str = "full") -> Session:
-    session = model.session(2048, policy=policy, prefill_step=STEP)
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+def fed(count: int, model: Model = LOCAL_MODEL) -> Session:
+    session = model.session(2048, policy="full", prefill_step=STEP)
     session.feed(IDS[:count])
     return session
+
+
+def require_close(session: Session, other: Session) -> None:
+    torch.testing.assert_close(session.logits, other.logits, rtol=1e-4, atol=1e-3)
 
 
 def require_same_future(session: Session, other: Session) -> None:
@@ -29,34 +42,66 @@ def require_same_future(session: Session, other: Session) -> None:
         assert session.next_token() == other.next_token()
 
 
-def test_the_beginning_at_a_checkpoint_continues_to_the_bit() -> None:
-    session = fed(1000)
+def test_the_beginning_at_a_checkpoint_continues_to_the_bit(model: Model) -> None:
+    session = fed(1000, model)
     for count in session.checkpoints[:-1]:
-        require_same_future(session.beginning(count), fed(count))
+        require_same_future(session.beginning(count), fed(count, model))
 
 
-def test_taking_a_beginning_changes_nothing_in_the_session() -> None:
-    session, untouched = fed(1000), fed(1000)
+def test_taking_a_beginning_changes_nothing_in_the_session(model: Model) -> None:
+    session, untouched = fed(1000, model), fed(1000, model)
     begun = session.beginning(session.checkpoints[-3])
     begun.feed(IDS[:300])
     require_same_future(session, untouched)
 
 
 @pytest.mark.parametrize("at", [3, 60, 480, 700, 990])
-def test_a_fork_at_an_earlier_token_equals_a_session_of_these_tokens(at: int) -> None:
-    fork = fed(1000).fork(at)
-    torch.testing.assert_close(fork.logits, fed(at).logits, rtol=1e-4, atol=1e-3)
+def test_a_fork_at_an_earlier_token_equals_a_session_of_these_tokens(model: Model, at: int) -> None:
+    fork = fed(1000, model).fork(at)
+    require_close(fork, fed(at, model))
+    fork.feed(IDS[at : at + 20])
+    require_close(fork, fed(at + 20, model))
 
 
-def test_a_rewind_evaluates_only_what_follows_a_checkpoint() -> None:
-    session = fed(1000)
+def test_a_suffix_edit_evaluates_only_what_follows_a_checkpoint(model: Model) -> None:
+    session = fed(1000, model)
     nearest = max(each for each in session.checkpoints if each < 600)
     report = session.replace(600, 610, [7, 8, 9], recompute="suffix")
     # The token before the edit is evaluated for its logits.
     assert report.tokens_evaluated == 600 - nearest + 3 + 390
-    expected = LOCAL_MODEL.session(2048, policy="full", prefill_step=STEP)
+    expected = model.session(2048, policy="full", prefill_step=STEP)
     expected.feed([*IDS[:600], 7, 8, 9, *IDS[610:1000]])
-    torch.testing.assert_close(session.logits, expected.logits, rtol=1e-4, atol=1e-3)
+    require_close(session, expected)
+
+
+def test_generated_tokens_are_rewound(model: Model) -> None:
+    session = fed(1000, model)
+    for _ in range(30):
+        session.next_token()
+    session.rewind(30)
+    require_close(session, fed(1000, model))
+    session.rewind(1000)
+    session.feed(IDS[:100])
+    assert torch.equal(session.logits, fed(100, model).logits)
+
+
+def test_without_checkpoints_all_tokens_are_evaluated_again(model: Model) -> None:
+    session = fed(1000, model)
+    session.checkpoint_bytes = 0
+    report = session.replace(600, 610, [7, 8, 9], recompute="suffix")
+    assert report.tokens_evaluated == 600 + 3 + 390
+
+
+@pytest.mark.parametrize("kind", STATE_MODELS)
+def test_a_bounded_session_goes_back_as_far_as_its_checkpoints(kind: str) -> None:
+    """Further back there are neither the states nor all the tokens to compute them from."""
+    model = STATE_MODELS[kind]
+    session = model.session(200, policy="sliding", prefill_step=STEP)
+    session.feed(IDS[:1000])
+    oldest = min(each for each in session.checkpoints if each > 804)
+    assert session.fork(oldest + 1).tokens == IDS[: oldest + 1]
+    with pytest.raises(InvalidArgument, match="rewind takes 0 to"):
+        session.fork(oldest)
 
 
 def test_an_edit_removes_the_checkpoints_after_it() -> None:
@@ -68,19 +113,19 @@ def test_an_edit_removes_the_checkpoints_after_it() -> None:
     before = fed(1000).delete(10, 14, recompute="suffix")
     assert before.tokens_evaluated > 900
     fork = session.fork(5)
-    torch.testing.assert_close(fork.logits, fed(5).logits, rtol=1e-4, atol=1e-3)
+    require_close(fork, fed(5))
 
 
-def test_messages_begin_at_checkpoints() -> None:
-    session = fed(330)
+def test_messages_begin_at_checkpoints(model: Model) -> None:
+    session = fed(330, model)
     for _ in range(20):
         session.next_token()
     session.feed(IDS[:10])
     assert 350 in session.checkpoints
 
 
-def test_a_failed_step_takes_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = fed(1000)
+def test_a_failed_step_takes_no_checkpoint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = fed(1000, model)
     checkpoints, decoder = session.checkpoints, session.core.memory.decoder
     monkeypatch.setattr(decoder, "forward", lambda *_: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(MemoryError):
@@ -92,8 +137,8 @@ def test_models_without_local_layers_have_none() -> None:
     assert fed(1000, MODEL).checkpoints == []
 
 
-def test_their_bytes_are_bounded_and_counted() -> None:
-    session = fed(1000)
+def test_their_bytes_are_bounded_and_counted(model: Model) -> None:
+    session = fed(1000, model)
     free = session.checkpoints
     without = session.cache.nbytes
     assert session.nbytes > without

@@ -232,8 +232,9 @@ class Memory:
     @property
     def all_states(self) -> list[Tensor]:
         """The recurrent states of its cache and of its checkpoints, each tensor once."""
-        holders = [self.cache, *self.checkpoints.entries]
-        states = [state for holder in holders for state in holder.recurrent_states.values()]
+        mappings = [self.cache.recurrent_states]
+        mappings += [each.recurrent_states for each in self.checkpoints.entries]
+        states = [state for mapping in mappings for state in mapping.values()]
         return list({id(state): state for state in states}.values())
 
     def take_checkpoint(self) -> None:

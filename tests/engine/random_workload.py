@@ -65,7 +65,7 @@ class World:
     def _open(self) -> Engine:
         session = self.model.session(**self.settings)
         memory = 12 * session.cache.layout.cell_bytes * self.settings["max_kv_size"]
-        if session.cache.local_cache is not None:
+        if session.core.memory.overwrites:
             memory = 8 * max_session_bytes(session, None)
         if self.folder is None:
             return Engine(self.model, settings=self.settings)

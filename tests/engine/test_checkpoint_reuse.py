@@ -1,4 +1,4 @@
-"""Prompts of models with local layers are reused from checkpoints, to the bit."""
+"""Prompts of models with local layers or states are reused from checkpoints, to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,14 @@ from engine.random_workload import World
 from engine.test_reuse import require_alike
 from engine.workload import Request, Result, Work
 from packed_model import packed_model, spec_of
+from small_models import small_model, state_specs
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
+from kvkeep.model import Model
 
+MODELS = {"local": LOCAL_MODEL}
+MODELS |= {kind: small_model(spec=spec) for kind, spec in state_specs().items()}
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 2000, "prefill_step": 32}
 
 
@@ -20,62 +24,71 @@ def text(count: int, seed: int = 7) -> tuple[int, ...]:
     return tuple((i * i * seed + 3 * i) % 250 + 1 for i in range(count))
 
 
-def last_result(works: list[Work], **settings: Any) -> Result:
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+def last_result(model: Model, works: list[Work], **settings: Any) -> Result:
     """Return the result of the last request, after the others in the same engine."""
-    with Engine(LOCAL_MODEL, settings={**SETTINGS, **settings}) as engine:
+    with Engine(model, settings={**SETTINGS, **settings}) as engine:
         results = [work.do(engine) for work in works][-1]
     assert results is not None
     return results[0]
 
 
-def require_alone(works: list[Work], **settings: Any) -> Result:
+def require_alone(model: Model, works: list[Work], **settings: Any) -> Result:
     """Require that earlier requests change no bit of the last one; return its result."""
-    result = last_result(works, **settings)
-    assert result.same(last_result(works[-1:], **settings))
+    result = last_result(model, works, **settings)
+    assert result.same(last_result(model, works[-1:], **settings))
     return result
 
 
-def test_the_same_prompt_is_evaluated_from_its_last_step_on() -> None:
-    result = require_alone([Request(text(1000), 5), Request(text(1000), 8)])
+def test_the_same_prompt_is_evaluated_from_its_last_step_on(model: Model) -> None:
+    result = require_alone(model, [Request(text(1000), 5), Request(text(1000), 8)])
     assert result.reuse.tokens == 992
 
 
-def test_another_last_question_is_evaluated_from_the_step_before_it_on() -> None:
+def test_another_last_question_is_evaluated_from_the_step_before_it_on(model: Model) -> None:
     question = text(30, 11)
-    result = require_alone([Request(text(970), 5), Request(text(940) + question, 8)])
+    result = require_alone(model, [Request(text(970), 5), Request(text(940) + question, 8)])
     assert result.reuse.tokens == 928
 
 
 @pytest.mark.parametrize("common", [40, 200, 500, 900])
-def test_what_is_evaluated_again_grows_with_the_distance_from_the_end(common: int) -> None:
-    result = require_alone([Request(text(1000), 3), Request(text(common) + text(80, 11), 8)])
+def test_what_is_evaluated_again_grows_with_the_distance_from_the_end(
+    model: Model, common: int
+) -> None:
+    result = require_alone(model, [Request(text(1000), 3), Request(text(common) + text(80, 11), 8)])
     assert common - result.reuse.tokens <= 32 + (1000 - common)
 
 
-def test_a_beginning_that_was_reused_stays() -> None:
+def test_a_beginning_that_was_reused_stays(model: Model) -> None:
     """A system prompt is evaluated twice at most, however long the chats after it are."""
     system = text(100)
     works = [Request(system + text(1500, seed), 2) for seed in (11, 13, 17)]
-    result = require_alone(works)
+    result = require_alone(model, works)
     assert result.reuse.tokens == 96
 
 
-def test_without_bytes_for_checkpoints_nothing_is_reused() -> None:
+def test_without_bytes_for_checkpoints_nothing_is_reused(model: Model) -> None:
     works = [Request(text(1000), 5), Request(text(1000), 8)]
-    assert require_alone(works, checkpoint_bytes=0).reuse.tokens == 0
+    assert require_alone(model, works, checkpoint_bytes=0).reuse.tokens == 0
 
 
-def test_a_turn_after_the_answer_goes_on_from_its_cells() -> None:
+def test_a_turn_after_the_answer_goes_on_from_its_cells(model: Model) -> None:
     first = Request(text(300), 5)
-    answer = last_result([first]).tokens
-    result = last_result([first, Request(tuple(answer) + text(20, 3), 8)])
+    answer = last_result(model, [first]).tokens
+    result = last_result(model, [first, Request(tuple(answer) + text(20, 3), 8)])
     assert result.reuse.tokens == 305
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_generations_equal_the_request_alone(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_random_generations_equal_the_request_alone(name: str, disk: bool, tmp_path: Path) -> None:
     """With torch, where rows of larger forward passes differ by rounding: one at a time."""
-    require_alike(World(LOCAL_MODEL, SETTINGS, seed, tmp_path, company=False), 20)
+    settings = {**SETTINGS, "max_kv_size": 600}
+    require_alike(World(MODELS[name], settings, 1, tmp_path if disk else None, company=False), 20)
 
 
 @pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
@@ -83,5 +96,5 @@ def test_random_generations_equal_the_request_alone(seed: int, tmp_path: Path) -
 def test_concurrent_generations_equal_the_request_alone(
     family: str, head_dim: int, tmp_path: Path
 ) -> None:
-    model = packed_model(spec_of(head_dim, family), None)
-    require_alike(World(model, {**SETTINGS, "max_kv_size": 600}, 3, tmp_path), 40)
+    packed = packed_model(spec_of(head_dim, family), None)
+    require_alike(World(packed, {**SETTINGS, "max_kv_size": 600}, 3, tmp_path), 40)

@@ -246,8 +246,10 @@ class KvkeepCache(SessionBatch):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be removed exactly: while no token was evicted."""
+        memories = [session.core.memory for session in self.sessions]
         return all(
-            session.core.memory.num_rewindable == len(session.tokens) for session in self.sessions
+            memory.num_held == len(memory.tokens) and not memory.decoder.spec.keeps_states
+            for memory in memories
         )
 
     def crop(self, tokens_to_remove: int) -> None:
