@@ -94,7 +94,7 @@ class MemoryOptions:
     )
     checkpoint_bytes: int = options.size_option(
         "--checkpoints",
-        minimum=0,
+        type=options.parse_size_or_zero,
         default="256MB",
         help="Per session, copies of local windows and states, to go back to earlier tokens.",
     )

@@ -42,15 +42,23 @@ def integer_at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def parse_size(text: str, minimum: int = 1) -> int:
+def parse_size(text: str) -> int:
     """Option type: a number of bytes, such as 8GB or 500MB."""
+    size = parse_size_or_zero(text)
+    if not size:
+        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
+    return size
+
+
+def parse_size_or_zero(text: str) -> int:
+    """Option type: a number of bytes, such as 500MB, or 0."""
     size_text = text.strip().upper()
     unit = next((unit for unit in _BYTES_PER_UNIT if size_text.endswith(unit)), "")
     try:
         size = int(float(size_text.removesuffix(unit)) * _BYTES_PER_UNIT.get(unit, 1))
     except (ValueError, OverflowError):
         size = -1
-    if size < minimum:
+    if size < 0:
         raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
     return size
 
@@ -139,9 +147,8 @@ def file_option(
     return option(*flags, metavar=metavar, type=path, help=help, **settings)
 
 
-def size_option(*flags: str, help: str, minimum: int = 1, **settings: Any) -> Any:
-    parse = partial(parse_size, minimum=minimum)
-    return option(*flags, metavar="SIZE", type=parse, help=help, **settings)
+def size_option(*flags: str, help: str, **settings: Any) -> Any:
+    return option(*flags, metavar="SIZE", help=help, **{"type": parse_size, **settings})
 
 
 JSON_OPTION = option("--json", is_flag=True, help="As JSON.")
