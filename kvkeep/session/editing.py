@@ -26,7 +26,7 @@ class EditReport:
 
     cells_moved: cells that are now seen from another distance; none of them was rewritten.
     tokens_evaluated: inserted and re-evaluated ones, the last one for its logits included, and with
-        "suffix" those since a checkpoint, for local windows and states.
+        "suffix" those for local windows and states.
     """
 
     cells_moved: int

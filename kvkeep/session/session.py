@@ -400,9 +400,9 @@ class Session(SessionEdits):
         """The most bytes that its checkpoints take; 0 for none.
 
         A checkpoint is a copy of what later tokens overwrite: windows of local layers, and states.
-        With it, `rewind`, `fork(at)`, `beginning` and edits with recompute="suffix" evaluate the
-        tokens since the nearest checkpoint again, instead of all. Models without such layers have
-        none. See `kvkeep.session.checkpoints` for which are kept.
+        With it, `beginning` works for models with such layers; and `rewind`, `fork(at)` and edits
+        with recompute="suffix" evaluate the tokens since a checkpoint again for states, instead of
+        all. See `kvkeep.session.checkpoints` for which are kept.
         """
         return self.core.memory.checkpoints.max_bytes
 
