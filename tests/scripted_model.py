@@ -43,9 +43,17 @@ _TEMPLATE = """\
 class ScriptedConstraint:
     """Allows the tokens of an answer, one after another."""
 
-    def __init__(self, ids: Sequence[int], checked: Constraint | None = None):
-        """checked: a constraint that must allow them too."""
-        self._ids, self._checked = list(ids), checked
+    def __init__(self, ids: Sequence[int], replaced: Constraint | None, checks: bool = False):
+        """replaced: the request's constraint, which may end the answer. checks: whether it must
+        allow the tokens too.
+        """
+        self._ids, self._replaced = list(ids), replaced
+        self._checked = replaced if checks else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer ends here, such as behind the only call that it may have."""
+        return bool(getattr(self._replaced, "complete", False))
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
         if self._checked is not None:
@@ -104,8 +112,8 @@ class ScriptedEngine(Engine):
     def _scripted(self, request: GenerationRequest, sampling: Sampling) -> Sampling:
         answer = self._write(self.model.text.decode(request.prompt))
         ids = self.model.text.encode(answer, special=True)
-        checked = sampling.constraint if self._checks_constraints else None
-        constraint = ScriptedConstraint([*ids, self.model.end_token_ids[0]], checked)
+        ids.append(self.model.end_token_ids[0])
+        constraint = ScriptedConstraint(ids, sampling.constraint, self._checks_constraints)
         return replace(sampling, constraint=constraint)
 
 

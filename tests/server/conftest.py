@@ -17,6 +17,7 @@ from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 from kvkeep.types import ContextPolicy
+from tests.scripted_model import ScriptedEngine, model_with_text_of
 
 
 class RunningServer:
@@ -78,6 +79,37 @@ def serving(
         service.closing = server.should_exit = True
         thread.join()
         engine.close()
+
+
+class ScriptedServer(RunningServer):
+    """A server whose model writes given answers, and has the default model's text."""
+
+    def __init__(self, url: str, service: Service, answers: list[str]):
+        super().__init__(url, service)
+        self._answers = answers
+
+    def write(self, *texts: str, output_format: str = "hermes") -> None:
+        """From now on, make each generation write the next of the texts, again and again.
+
+        output_format: that the model is taken to write. Its markers are plain text.
+        """
+        self.service.model.renderer.choose_output_format(output_format)
+        self._answers[:] = texts
+
+
+@pytest.fixture(scope="module")
+def scripted(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """Run one scripted server for a module."""
+    model = model_with_text_of(tmp_path_factory.mktemp("model"), smollm2.text.folder)
+    answers: list[str] = []
+
+    def next_answer(prompt: str) -> str:
+        answers.append(answers.pop(0))
+        return answers[-1]
+
+    engine = ScriptedEngine(model, next_answer, settings={"max_kv_size": 2048})
+    with serving(engine) as running:
+        yield ScriptedServer(running.url, running.service, answers)
 
 
 @pytest.fixture(scope="module")

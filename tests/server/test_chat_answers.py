@@ -8,8 +8,7 @@ from typing import Any
 import openai
 import pytest
 from chat.written_answers import FORMS, marked
-from server.conftest import RunningServer
-from server.scripted_answers import scripted_answers
+from server.conftest import RunningServer, ScriptedServer
 
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt
 from kvkeep.model import Model
@@ -32,6 +31,12 @@ PARIS = ("forecast", {"city": 'the "City"\n</tool_call>', "days": -1})
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def writer(scripted: ScriptedServer) -> openai.OpenAI:
+    """Return a client whose model writes what `scripted` says."""
+    return openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
 
 
 def ask(client: openai.OpenAI, stream: bool = False, **params: Any) -> dict[str, Any]:
@@ -97,22 +102,26 @@ QUICK_FORMS = ("qwen3-coder", "llama3", "mistral", "gemma4", "harmony")
         for name in FORMS
     ],
 )
-def test_every_form_of_answers_is_read(client: openai.OpenAI, smollm2: Model, name: str) -> None:
+def test_every_form_of_answers_is_read(
+    writer: openai.OpenAI, scripted: ScriptedServer, name: str
+) -> None:
     form = FORMS[name]
     start, end = form.reasoning
     channel = marked("<|start|>") + "assistant" if form.output_format == "harmony" else ""
     text = f"{start}Hm, weather.{end}{channel}{form.write_calls([ROME, PARIS])}".replace("\x00", "")
-    with scripted_answers(smollm2, text, output_format=form.output_format):
-        answer = both(client)
+    scripted.write(text, output_format=form.output_format)
+    answer = both(writer)
     assert answer["reasoning_content"] == "Hm, weather."
     assert calls_of(answer) == [ROME, PARIS]
     assert answer["finish_reason"] == "tool_calls"
     assert not answer.get("content")
 
 
-def test_text_around_calls_is_the_same_streamed(client: openai.OpenAI, smollm2: Model) -> None:
-    with scripted_answers(smollm2, f"Let me look.\n{CALL}\n\nSee.\n"):
-        answer = both(client)
+def test_text_around_calls_is_the_same_streamed(
+    writer: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(f"Let me look.\n{CALL}\n\nSee.\n")
+    answer = both(writer)
     assert answer["content"] == "Let me look.\n\nSee.\n"
     assert calls_of(answer) == [("weather", {"city": "Rome"})]
 
@@ -127,71 +136,75 @@ def test_text_around_calls_is_the_same_streamed(client: openai.OpenAI, smollm2: 
         "a < b and\n\n",
     ],
 )
-def test_what_is_no_call_is_text(client: openai.OpenAI, smollm2: Model, text: str) -> None:
-    with scripted_answers(smollm2, text):
-        answer = both(client)
+def test_what_is_no_call_is_text(
+    writer: openai.OpenAI, scripted: ScriptedServer, text: str
+) -> None:
+    scripted.write(text)
+    answer = both(writer)
     assert answer["content"] == text
     assert answer["finish_reason"] == "stop"
 
 
-def test_unknown_calls_beside_known_ones_stay(client: openai.OpenAI, smollm2: Model) -> None:
+def test_unknown_calls_beside_known_ones_stay(
+    writer: openai.OpenAI, scripted: ScriptedServer
+) -> None:
     unknown = CALL.replace("weather", "unknown")
-    with scripted_answers(smollm2, f"{unknown}\n{CALL}"):
-        answer = both(client)
+    scripted.write(f"{unknown}\n{CALL}")
+    answer = both(writer)
     assert answer["content"] == unknown
     assert calls_of(answer) == [("weather", {"city": "Rome"})]
 
 
 def test_without_parallel_calls_an_answer_ends_with_the_first(
-    client: openai.OpenAI, smollm2: Model
+    writer: openai.OpenAI, scripted: ScriptedServer, smollm2: Model
 ) -> None:
-    with scripted_answers(smollm2, CALL * 9):
-        answer = both(client, parallel_tool_calls=False)
-        assert calls_of(answer) == [("weather", {"city": "Rome"})]
-        assert answer["finish_reason"] == "tool_calls"
-        response = client.chat.completions.create(
-            model="x", messages=QUESTION, tools=TOOLS, parallel_tool_calls=False
-        )
-        assert response.usage.completion_tokens < 2 * len(smollm2.text.encode(CALL))
-        assert len(calls_of(both(client))) == 9
+    scripted.write(CALL * 9)
+    answer = both(writer, parallel_tool_calls=False)
+    assert calls_of(answer) == [("weather", {"city": "Rome"})]
+    assert answer["finish_reason"] == "tool_calls"
+    response = writer.chat.completions.create(
+        model="x", messages=QUESTION, tools=TOOLS, parallel_tool_calls=False
+    )
+    assert response.usage.completion_tokens < 2 * len(smollm2.text.encode(CALL))
+    assert len(calls_of(both(writer))) == 9
 
 
 def test_an_only_call_that_is_cut_off_is_not_to_be_run(
-    client: openai.OpenAI, smollm2: Model
+    writer: openai.OpenAI, scripted: ScriptedServer, smollm2: Model
 ) -> None:
-    with scripted_answers(smollm2, CALL):
-        limit = len(smollm2.text.encode(CALL)) - 8
-        answer = both(client, parallel_tool_calls=False, max_tokens=limit)
+    scripted.write(CALL)
+    limit = len(smollm2.text.encode(CALL)) - 8
+    answer = both(writer, parallel_tool_calls=False, max_tokens=limit)
     assert answer["tool_calls"]
     assert answer["finish_reason"] == "length"
 
 
 def test_deprecated_functions_are_called_in_their_own_form(
-    client: openai.OpenAI, smollm2: Model
+    writer: openai.OpenAI, scripted: ScriptedServer
 ) -> None:
     functions = [tool["function"] for tool in TOOLS]
-    with scripted_answers(smollm2, CALL):
-        answer = both(client, tools=openai.NOT_GIVEN, functions=functions)
+    scripted.write(CALL)
+    answer = both(writer, tools=openai.NOT_GIVEN, functions=functions)
     assert answer["function_call"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
     assert answer["finish_reason"] == "function_call"
     assert "tool_calls" not in answer
 
 
-def test_custom_tools_are_called_with_text(client: openai.OpenAI, smollm2: Model) -> None:
+def test_custom_tools_are_called_with_text(writer: openai.OpenAI, scripted: ScriptedServer) -> None:
     text = '<tool_call>{"name": "run", "arguments": {"input": "a \\"b\\""}}</tool_call>'
-    with scripted_answers(smollm2, text):
-        answer = both(client, tools=[{"type": "custom", "custom": {"name": "run"}}])
+    scripted.write(text)
+    answer = both(writer, tools=[{"type": "custom", "custom": {"name": "run"}}])
     (call,) = answer["tool_calls"]
     assert call["custom"] == {"name": "run", "input": 'a "b"'}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_token_has_its_log_probability(
-    client: openai.OpenAI, smollm2: Model, stream: bool
+    writer: openai.OpenAI, scripted: ScriptedServer, stream: bool
 ) -> None:
     text = f"<think>Hm.</think>Let me look.{CALL}See."
-    with scripted_answers(smollm2, text):
-        answer = ask(client, stream=stream, logprobs=True, top_logprobs=1)
+    scripted.write(text)
+    answer = ask(writer, stream=stream, logprobs=True, top_logprobs=1)
     assert "".join(entry.token for entry in answer["logprobs"]) == text
 
 
@@ -208,22 +221,22 @@ def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(
         json.loads(call["function"]["arguments"])
 
 
-def test_choices_are_read_apart(client: openai.OpenAI, smollm2: Model) -> None:
-    with scripted_answers(smollm2, CALL, "No."):
-        output = client.chat.completions.create(model="x", messages=QUESTION, tools=TOOLS, n=2)
+def test_choices_are_read_apart(writer: openai.OpenAI, scripted: ScriptedServer) -> None:
+    scripted.write(CALL, "No.")
+    output = writer.chat.completions.create(model="x", messages=QUESTION, tools=TOOLS, n=2)
     first, second = output.choices
     assert first.message.tool_calls[0].function.name == "weather"
     assert (first.finish_reason, second.finish_reason) == ("tool_calls", "stop")
     assert second.message.content == "No."
 
 
-def test_allowed_tools_are_the_only_ones(client: openai.OpenAI, smollm2: Model) -> None:
+def test_allowed_tools_are_the_only_ones(writer: openai.OpenAI, scripted: ScriptedServer) -> None:
     entries = [{"type": "function", "function": {"name": "forecast"}}]
     allowed = {"mode": "auto", "tools": entries}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    with scripted_answers(smollm2, CALL):
-        assert both(client, tool_choice=choice)["content"] == CALL
-        assert both(client, tool_choice="none")["content"] == CALL
+    scripted.write(CALL)
+    assert both(writer, tool_choice=choice)["content"] == CALL
+    assert both(writer, tool_choice="none")["content"] == CALL
 
 
 @pytest.fixture

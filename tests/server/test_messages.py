@@ -11,8 +11,7 @@ import httpx
 import pydantic
 import pytest
 from chat.written_answers import FORMS, marked
-from server.conftest import RunningServer, running_server
-from server.scripted_answers import scripted_answers
+from server.conftest import RunningServer, ScriptedServer, running_server
 
 from kvkeep.model import Model
 
@@ -32,6 +31,12 @@ TOOL = {
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def writer(scripted: ScriptedServer) -> anthropic.Anthropic:
+    """Return a client whose model writes what `scripted` says."""
+    return anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
 
 
 def create_message(client: anthropic.Anthropic, messages: Any = QUESTION, **params: Any) -> Any:
@@ -314,13 +319,13 @@ def ask(client: anthropic.Anthropic, streamed: bool, **extra: Any) -> Any:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_thinking_text_and_calls_are_blocks(
-    client: anthropic.Anthropic, smollm2: Model, streamed: bool
+    writer: anthropic.Anthropic, scripted: ScriptedServer, streamed: bool
 ) -> None:
-    with scripted_answers(smollm2, THINKS_AND_CALLS):
-        message = ask(client, streamed)
-        choice = {"type": "auto", "disable_parallel_tool_use": True}
-        single = ask(client, streamed, tool_choice=choice)
-        cut = ask(client, streamed, max_tokens=message.usage.output_tokens - 10)
+    scripted.write(THINKS_AND_CALLS)
+    message = ask(writer, streamed)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    single = ask(writer, streamed, tool_choice=choice)
+    cut = ask(writer, streamed, max_tokens=message.usage.output_tokens - 10)
     thinking, text, *calls = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Which city?")
     assert thinking.signature
@@ -338,7 +343,7 @@ def test_thinking_text_and_calls_are_blocks(
         {"role": "assistant", "content": [block.model_dump() for block in message.content]},
         {"role": "user", "content": results},
     ]
-    assert create_message(client, history, tools=[TOOL]).usage.output_tokens
+    assert create_message(writer, history, tools=[TOOL]).usage.output_tokens
 
 
 @pytest.mark.parametrize(
@@ -349,7 +354,7 @@ def test_thinking_text_and_calls_are_blocks(
     ],
 )
 def test_every_form_of_answers_is_blocks(
-    client: anthropic.Anthropic, smollm2: Model, name: str
+    writer: anthropic.Anthropic, scripted: ScriptedServer, name: str
 ) -> None:
     form = FORMS[name]
     start, end = form.reasoning
@@ -357,7 +362,7 @@ def test_every_form_of_answers_is_blocks(
     calls = [("weather", {"city": "Rome"}), ("weather", {"city": "Paris"})]
     text = f"{start}Hm, weather.{end}{channel}{form.write_calls(calls)}".replace("\x00", "")
     for streamed in (False, True):
-        with scripted_answers(smollm2, text, output_format=form.output_format):
-            thinking, *tool_uses = ask(client, streamed).content
+        scripted.write(text, output_format=form.output_format)
+        thinking, *tool_uses = ask(writer, streamed).content
         assert thinking.thinking == "Hm, weather."
         assert [(block.name, block.input) for block in tool_uses] == calls

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from chat.written_answers import FORMS, format_of
-from server.conftest import RunningServer
-from server.scripted_answers import scripted_answers
+from server.conftest import RunningServer, ScriptedServer
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import CallStarted
@@ -172,15 +171,13 @@ def test_what_is_ignored_is_named(server: RunningServer) -> None:
     assert "x-kvkeep-ignored" not in post(server, "chat", messages=[QUESTION]).headers
 
 
-def test_thinking_text_and_calls_are_fields_of_the_message(
-    server: RunningServer, smollm2: Model
-) -> None:
+def test_thinking_text_and_calls_are_fields_of_the_message(scripted: ScriptedServer) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     text = f"<think>\nWhich city?\n</think>\n\nLet me see.\n{call}\n{call}"
     body: Any = {"messages": [QUESTION], "tools": [TOOL], "options": {"num_predict": 200}}
-    with scripted_answers(smollm2, text):
-        message = whole(server, "chat", **body)["message"]
-        parts = [chunk["message"] for chunk in chunks(server, "chat", **body)]
+    scripted.write(text)
+    message = whole(scripted, "chat", **body)["message"]
+    parts = [chunk["message"] for chunk in chunks(scripted, "chat", **body)]
     assert message["thinking"] == "Which city?"
     assert message["content"].strip() == "Let me see."
     functions = [call["function"] for call in message["tool_calls"]]
@@ -192,12 +189,12 @@ def test_thinking_text_and_calls_are_fields_of_the_message(
     assert streamed == functions
 
 
-def test_a_call_that_was_cut_off_is_text(server: RunningServer, smollm2: Model) -> None:
+def test_a_call_that_was_cut_off_is_text(scripted: ScriptedServer) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome and Oslo"}}'
-    count = len(smollm2.text.encode(call)) - 4
+    count = len(scripted.service.model.text.encode(call)) - 4
     options = {"num_predict": count}
-    with scripted_answers(smollm2, call):
-        answer = whole(server, "chat", messages=[QUESTION], tools=[TOOL], options=options)
+    scripted.write(call)
+    answer = whole(scripted, "chat", messages=[QUESTION], tools=[TOOL], options=options)
     assert "tool_calls" not in answer["message"]
     assert answer["message"]["content"].startswith('{"name": "weather", "arguments": {"city": "Rom')
     assert answer["done_reason"] == "length"

@@ -1,14 +1,11 @@
 """Responses with reasoning and calls, as OpenAI's client reads them."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import openai
 import pytest
-from server.conftest import RunningServer
-from server.scripted_answers import scripted_answers
+from server.conftest import RunningServer, ScriptedServer
 
 from kvkeep.model import Model
 
@@ -23,23 +20,10 @@ PATCH_CALL = (
 THOUGHTFUL = f"<think>\nThey want Rome.\n</think>\n\nLet me see.\n{CALL}"
 
 
-Write = Callable[[str], None]
-
-
-@pytest.fixture
-def write(smollm2: Model) -> Iterator[Write]:
-    """Make the model write a text from now on."""
-    with ExitStack() as stack:
-
-        def start(text: str) -> None:
-            stack.enter_context(scripted_answers(smollm2, text))
-
-        yield start
-
-
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(scripted: ScriptedServer) -> openai.OpenAI:
+    """Return a client whose model writes what `scripted` says."""
+    return openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
 
 
 def params(**fields: Any) -> dict[str, Any]:
@@ -57,8 +41,10 @@ def without_ids(items: list[Any]) -> list[dict[str, Any]]:
     return dumped
 
 
-def test_the_client_accumulates_the_whole_response(client: openai.OpenAI, write: Write) -> None:
-    write(THOUGHTFUL)
+def test_the_client_accumulates_the_whole_response(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(THOUGHTFUL)
     whole = client.responses.create(**params())
     with client.responses.stream(**params()) as stream:
         events = list(stream)
@@ -85,9 +71,9 @@ def test_the_client_accumulates_the_whole_response(client: openai.OpenAI, write:
 
 
 def test_reasoning_is_a_summary_for_clients_that_ask_for_one(
-    client: openai.OpenAI, write: Write
+    client: openai.OpenAI, scripted: ScriptedServer
 ) -> None:
-    write(THOUGHTFUL)
+    scripted.write(THOUGHTFUL)
     created = client.responses.create(**params(reasoning={"summary": "auto"}))
     events = list(client.responses.create(**params(reasoning={"summary": "auto"}, stream=True)))
     text = created.output[0].summary[0].text
@@ -99,7 +85,8 @@ def test_reasoning_is_a_summary_for_clients_that_ask_for_one(
 @pytest.mark.parametrize(
     "fields", [{"reasoning": {"max_tokens": 2}}, {"extra_body": {"reasoning_budget": 2}}], ids=str
 )
-def test_a_budget_limits_the_reasoning(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_a_budget_limits_the_reasoning(server: RunningServer, fields: dict[str, Any]) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     begun = {"role": "assistant", "content": "<think>"}
     body = params(input=[QUESTION, begun], tools=[], max_output_tokens=12, **fields)
     created = client.responses.create(**body)
@@ -107,20 +94,22 @@ def test_a_budget_limits_the_reasoning(client: openai.OpenAI, fields: dict[str, 
     assert 0 < created.usage.output_tokens_details.reasoning_tokens <= 2
 
 
-def test_the_second_turn_reuses_all_cells_of_the_first(client: openai.OpenAI, write: Write) -> None:
-    write(f"Let me see.\n{CALL}")
+def test_the_second_turn_reuses_all_cells_of_the_first(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(f"Let me see.\n{CALL}")
     first = client.responses.create(**params())
     call = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     items = [QUESTION, *(item.model_dump() for item in first.output), result]
-    write("It rains.")
+    scripted.write("It rains.")
     second = client.responses.create(**params(input=items))
     assert second.output_text == "It rains."
     assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
 
 
-def test_a_custom_tool_is_called_with_text(client: openai.OpenAI, write: Write) -> None:
-    write(PATCH_CALL)
+def test_a_custom_tool_is_called_with_text(client: openai.OpenAI, scripted: ScriptedServer) -> None:
+    scripted.write(PATCH_CALL)
     with client.responses.stream(**params()) as stream:
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_response().output
@@ -131,8 +120,10 @@ def test_a_custom_tool_is_called_with_text(client: openai.OpenAI, write: Write) 
     } <= kinds
 
 
-def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI, write: Write) -> None:
-    write(CALL)
+def test_a_call_that_is_cut_off_is_incomplete(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(CALL)
     created = client.responses.create(**params(max_output_tokens=16))
     events = list(client.responses.create(**params(max_output_tokens=16, stream=True)))
     assert created.status == "incomplete"
@@ -144,9 +135,9 @@ def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI, write: Writ
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_without_parallel_calls_the_generation_ends_with_the_first(
-    client: openai.OpenAI, smollm2: Model, write: Write, streamed: bool
+    client: openai.OpenAI, smollm2: Model, scripted: ScriptedServer, streamed: bool
 ) -> None:
-    write(CALL * 9)
+    scripted.write(CALL * 9)
     fields = params(parallel_tool_calls=False)
     if streamed:
         with client.responses.stream(**fields) as stream:
@@ -158,8 +149,10 @@ def test_without_parallel_calls_the_generation_ends_with_the_first(
     assert response.usage.output_tokens < 2 * len(smollm2.text.encode(CALL))
 
 
-def test_calls_of_stored_responses_are_continued(client: openai.OpenAI, write: Write) -> None:
-    write(THOUGHTFUL)
+def test_calls_of_stored_responses_are_continued(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(THOUGHTFUL)
     first = client.responses.create(**params(store=True))
     result = {
         "type": "function_call_output",
@@ -167,7 +160,7 @@ def test_calls_of_stored_responses_are_continued(client: openai.OpenAI, write: W
         "output": [{"type": "input_text", "text": "Rain."}],
     }
     continued = params(input=[result], previous_response_id=first.id, store=True)
-    write("It rains.")
+    scripted.write("It rains.")
     second = client.responses.create(**continued)
     items = client.responses.input_items.list(second.id, order="asc").data
     kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]

@@ -13,14 +13,12 @@ import pytest
 
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool
 from kvkeep.chat.output_format import FORMATS
-from kvkeep.model import Model
 from kvkeep.server.grammar import Grammar
 from tests.chat.api_answers import APIS
 from tests.chat.test_families import SIGNS
 from tests.chat.written_answers import FORMS
 from tests.scripted_model import ScriptedEngine, family_model
-from tests.server.conftest import RunningServer, serving
-from tests.server.scripted_answers import scripted_answers
+from tests.server.conftest import RunningServer, ScriptedServer, serving
 
 _MARKER = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -37,29 +35,28 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.mark.parametrize("output_format", ["hermes", "llama3", "mistral", "qwen3-coder"])
 @pytest.mark.parametrize("api", APIS)
 def test_a_call_inside_of_the_schemas_json_is_text(
-    server: RunningServer, smollm2: Model, api: str, output_format: str
+    scripted: ScriptedServer, api: str, output_format: str
 ) -> None:
     answer = json.dumps({"name": "weather", "about": f"{CALL}<think>[TOOL_CALLS]</think>"})
-    with server.client() as client:
+    scripted.write(answer, output_format=output_format)
+    with scripted.client() as client:
         for stream in (False, True):
-            with scripted_answers(smollm2, answer, output_format=output_format):
-                parts = APIS[api](client, QUESTION, stream, PERSON)
-            assert parts == [("text", answer)], stream
+            assert APIS[api](client, QUESTION, stream, PERSON) == [("text", answer)], stream
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_without_a_schema_json_is_a_call_only_in_the_forms_of_bare_json(
-    server: RunningServer, smollm2: Model, api: str
+    scripted: ScriptedServer, api: str
 ) -> None:
     answer = '{"name": "weather", "parameters": {"city": "Rome"}}'
-    with server.client() as client:
+    with scripted.client() as client:
         for output_format, parts in (
             ("hermes", [("text", answer)]),
             ("mistral", [("text", answer)]),
             ("llama3", [("call", ("weather", {"city": "Rome"}))]),
         ):
-            with scripted_answers(smollm2, answer, output_format=output_format):
-                assert APIS[api](client, QUESTION, True) == parts
+            scripted.write(answer, output_format=output_format)
+            assert APIS[api](client, QUESTION, True) == parts
 
 
 IN_FIRST_TIER = ("hermes", "llama3", "mistral", "qwen3-coder", "harmony")
