@@ -246,3 +246,14 @@ def test_all_that_the_grammar_allows_is_read_as_calls_or_as_the_answer(
             assert text.endswith(output.text)
     assert read["calls"] >= 5, read
     assert read["answers"] >= 5, read
+
+
+def test_parameters_that_are_too_large_together_are_free_and_named(smollm2: Model) -> None:
+    names = {f"{number}".zfill(1000): {"type": "string"} for number in range(60)}
+    parameters = {"type": "object", "properties": names}
+    tools = [Tool(f"tool_{number}", parameters=parameters) for number in range(5)]
+    grammar, _ = compile_answer_or_calls(smollm2, SCHEMA, tools)
+    assert "too large" in str(grammar.warnings)
+    call = json.dumps({"name": "tool_3", "arguments": {"a": 1}})
+    assert accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>")
+    assert accepts(smollm2, grammar, ANSWER)
