@@ -250,10 +250,3 @@ def test_missing_template_suggests_a_remedy(with_template: TextCodec) -> None:
 def test_malformed_messages_are_refused(codec: TextCodec, message: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match="message 1"):
         codec.chat([*HI, message])
-
-
-def test_an_unfinished_message_with_tool_calls_needs_no_content(codec: TextCodec) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    ids = codec.encode_unfinished_chat([*HI, message])
-    assert codec.decode(ids).endswith("<|im_start|>assistant\n")

@@ -10,6 +10,8 @@ import openai
 import pytest
 from server.conftest import RunningServer
 
+from kvkeep.chat.messages import Chat
+from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.model import Model
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? One word."}]
@@ -322,7 +324,7 @@ def test_the_assistants_last_message_is_continued(server: RunningServer, smollm2
         for fields in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
             assert params(**fields).json()["choices"][0]["message"]["content"].startswith(" Paris")
         count = client.post("/v1/chat/completions/input_tokens", json={"messages": complete}).json()
-        ids = smollm2.text.encode_unfinished_chat(complete)
+        ids = smollm2.renderer.render(Chat(parse_messages(complete))).ids
         assert count["input_tokens"] == len(ids) == params().json()["usage"]["prompt_tokens"]
         assert smollm2.text.decode(ids).endswith("assistant\nThe capital of France is")
         new_session = params(add_generation_prompt=True).json()

@@ -16,8 +16,6 @@ from kvkeep.models.text.control_tokens import ChatText, ControlTokens
 from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
-# Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
-_CONTINUATION_MARK = "kvkeepgoeson"
 # Tokens after which incomplete text is returned: a character has at most 4 bytes, so it is noise.
 _MAX_PENDING_TOKENS = 64
 
@@ -160,27 +158,6 @@ class TextCodec:
         For text that no user wrote, to add to the result of `chat`.
         """
         return self._control_tokens.chat_text(text)
-
-    def encode_unfinished_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        """Return the token ids of a chat that ends inside the assistant's last message.
-
-        Generation continues that message. Raises as `chat`, and InvalidArgument if the last message
-        is not the assistant's or the template changes its text.
-        """
-        message_list = checked_messages(messages)
-        last = message_list[-1] if message_list else {}
-        if last.get("role") != "assistant":
-            raise InvalidArgument("to continue the last message, it must be the assistant's")
-        last["content"] = (last.get("content") or "") + _CONTINUATION_MARK
-        sealed = self.chat(message_list, add_generation_prompt=False, tools=tools).sealed
-        text_before_mark, mark, _ = sealed.rpartition(_CONTINUATION_MARK)
-        if not mark:
-            raise InvalidArgument("the model's chat template cannot continue a message")
-        return self.encode_sealed(text_before_mark)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
