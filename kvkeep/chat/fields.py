@@ -3,8 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.chat.messages import ReasoningPart, Role
 from kvkeep.errors import InvalidArgument
+from kvkeep.models.text.chat_template import REASONING_FIELDS
 
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 MAX_NESTING = 200  # objects and lists inside each other: what walks through them recurses
 
 
@@ -50,3 +60,19 @@ def optional_text(fields: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{where}.{name} must be text; found {value!r:.100}")
     return value
+
+
+def parse_role(message: Any, where: str) -> Role:
+    """Return the role of a message of OpenAI's or Ollama's APIs. Raises InvalidArgument."""
+    found = message
+    if isinstance(message, Mapping):
+        found = message.get("role")
+        if isinstance(found, str) and found in _ROLES:
+            return _ROLES[found]
+    raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}; found {found!r:.100}")
+
+
+def parse_reasoning(message: Mapping[str, Any]) -> ReasoningPart:
+    """Return the reasoning of a message, from the first of the fields that clients use."""
+    texts = (message.get(field) for field in REASONING_FIELDS)
+    return ReasoningPart(next((text for text in texts if isinstance(text, str) and text), ""))

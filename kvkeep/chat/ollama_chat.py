@@ -7,14 +7,12 @@ and so are names of media, media other than images, marks of errors, and the cho
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.chat.fields import optional_list, optional_text
+from kvkeep.chat.fields import optional_list, optional_text, parse_reasoning, parse_role
 from kvkeep.chat.messages import (
     Chat,
     MediaPart,
     Message,
     Part,
-    ReasoningPart,
-    Role,
     TextPart,
     Tool,
     ToolCall,
@@ -27,14 +25,6 @@ from kvkeep.chat.openai_content import parse_argument_value
 from kvkeep.chat.openai_tools import parse_tools
 from kvkeep.errors import InvalidArgument
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
 
 def parse_chat(messages: Any, tools: Any = None) -> Chat:
     """Return the conversation of a request's `messages` and `tools`. Raises InvalidArgument."""
@@ -44,18 +34,14 @@ def parse_chat(messages: Any, tools: Any = None) -> Chat:
     result = []
     for index, entry in enumerate(messages):
         where = f"messages[{index}]"
-        role = _ROLES.get(str(entry.get("role"))) if isinstance(entry, Mapping) else None
-        if role is None:
-            raise InvalidArgument(
-                f"{where}.role must be one of {', '.join(_ROLES)}; found {entry!r:.100}"
-            )
+        role = parse_role(entry, where)
         content: tuple[Part, ...] = _parse_content(entry, where)
         if role == "tool":
             content = (ToolResult(_call_id(entry, where, calls), _parse_content(entry, where)),)
         elif role == "assistant":
             new_calls = _parse_calls(entry, where, index)
             calls += new_calls
-            content = (ReasoningPart(optional_text(entry, "thinking", where)), *content, *new_calls)
+            content = (parse_reasoning(entry), *content, *new_calls)
         result.append(Message(role, content))
     return Chat(normalized(result), parse_tools(tools))
 

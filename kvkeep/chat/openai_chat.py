@@ -7,7 +7,14 @@ another order becomes several. Namespaces of tools are lost.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
+from kvkeep.chat.fields import (
+    expect_mapping,
+    optional_list,
+    optional_mapping,
+    optional_text,
+    parse_reasoning,
+    parse_role,
+)
 from kvkeep.chat.messages import (
     Chat,
     MediaPart,
@@ -32,15 +39,6 @@ from kvkeep.chat.openai_tools import custom_input, parse_choice, parse_functions
 from kvkeep.chat.output import GeneratedCall, Output, arguments_text
 from kvkeep.errors import InvalidArgument
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MEDIA_TYPES = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
@@ -78,18 +76,13 @@ class _MessageReader:
         self._call_count = 0
 
     def message(self, entry: Any, where: str) -> Message:
-        role = _ROLES.get(str(entry.get("role"))) if isinstance(entry, Mapping) else None
-        if role is None:
-            found = entry.get("role") if isinstance(entry, Mapping) else entry
-            raise InvalidArgument(
-                f"{where}.role must be one of {', '.join(_ROLES)}; found {found!r:.100}"
-            )
+        role = parse_role(entry, where)
         if role == "tool":
             return Message(role, (self._result(entry, where),))
         parts = parse_parts(entry.get("content"), f"{where}.content")
         if role != "assistant":
             return Message(role, tuple(parts))
-        parts = [*_reasoning(entry), *parts]
+        parts = [parse_reasoning(entry), *parts]
         if not any(isinstance(part, TextPart) for part in parts):
             parts += _spoken(entry, where)
         return Message(role, (*parts, *self._calls(entry, where)))
@@ -190,13 +183,6 @@ def format_tool(tool: Tool) -> dict[str, Any]:
         "parameters": dict(tool.parameters),
     }
     return {"type": "function", "function": function}
-
-
-def _reasoning(entry: Mapping[str, Any]) -> list[Part]:
-    """Return the reasoning of a message, from the first of the fields that clients use."""
-    texts = (entry.get(field) for field in _REASONING_FIELDS)
-    text = next((text for text in texts if isinstance(text, str) and text), "")
-    return [ReasoningPart(text)]
 
 
 def _spoken(entry: Mapping[str, Any], where: str) -> list[Part]:

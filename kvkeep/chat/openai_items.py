@@ -8,12 +8,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
+from kvkeep.chat.fields import (
+    expect_mapping,
+    optional_list,
+    optional_mapping,
+    optional_text,
+    parse_reasoning,
+    parse_role,
+)
 from kvkeep.chat.messages import (
     MediaPart,
     Message,
     ReasoningPart,
-    Role,
     TextPart,
     Tool,
     ToolCall,
@@ -23,13 +29,6 @@ from kvkeep.chat.openai_content import parse_argument_value, parse_parts, parse_
 from kvkeep.chat.openai_tools import TOOL_SEARCH, joined_name, parse_tools
 from kvkeep.errors import InvalidArgument
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 # Calls that the client runs: the name of their tool, and the field with the arguments.
 CLIENT_CALLS = {
     "local_shell_call": ("local_shell", "action"),
@@ -90,14 +89,11 @@ class ItemReader:
         return [self._message(item, where)] if "role" in item else []
 
     def _message(self, item: Mapping[str, Any], where: str) -> Message:
-        role = _ROLES.get(str(item.get("role")))
-        if role is None:
-            raise InvalidArgument(
-                f"{where}.role must be one of {', '.join(_ROLES)}; found {item.get('role')!r:.100}"
-            )
+        role = parse_role(item, where)
         if role == "tool":  # as in chats
             return Message(role, (self._result({**item, "output": item.get("content")}, where),))
-        return Message(role, tuple(parse_parts(item.get("content"), f"{where}.content")))
+        parts = parse_parts(item.get("content"), f"{where}.content")
+        return Message(role, (parse_reasoning(item), *parts) if role == "assistant" else (*parts,))
 
     def _call(self, item: Mapping[str, Any], where: str) -> ToolCall:
         namespace = optional_text(item, "namespace", where)

@@ -198,6 +198,12 @@ def test_missing_ids_are_generated_in_order() -> None:
     assert [part.call_id for part in results] == ["a", "a"]
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_a_message_in_the_form_of_chats_is_read(field: str) -> None:
+    (message,) = parsed({"role": "assistant", "content": "Yes.", field: "Hm."})
+    assert message.parts == (ReasoningPart("Hm."), TextPart("Yes."))
+
+
 def test_instructions_are_a_system_message() -> None:
     system = Message("system", (TextPart("Be brief."),))
     for instructions in ("Be brief.", [{"role": "developer", "content": "Be brief."}]):

@@ -12,6 +12,8 @@ from kvkeep.models.text.template_files import TEMPLATE_FILE, template_source, to
 if TYPE_CHECKING:
     from jinja2 import Template
 
+# Fields of a message that clients write its reasoning in, the usual one first.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 
 
@@ -104,8 +106,8 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its reasoning under both names that templates read."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    values = (message.get(name) for name in REASONING_FIELDS)
+    reasoning = next((value for value in values if value is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
