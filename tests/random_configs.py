@@ -10,8 +10,9 @@ import transformers
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 SEPARATE_LOCAL_ROPE = ("Olmo3", "Gemma3Text", "Gemma3nText", "Gemma4Text")
+MAMBAS = ("GraniteMoeHybrid", "Bamba")
 DELTA_NETS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
-PARTIAL_ROTARY = ("Phi3", "Glm", "Glm4", *DELTA_NETS)
+PARTIAL_ROTARY = ("Phi3", "Bamba", "Glm", "Glm4", *DELTA_NETS)
 FIXED_HEADS = ("Cohere2", "Olmoe", "Qwen2_5_VLText")  # as wide as the hidden size says
 MULTIPLIERS = (
     "embedding_multiplier",
@@ -46,6 +47,8 @@ def random_config(architecture: str, random: Random) -> dict[str, Any]:
     family, class_fields = family_name(architecture), class_defaults(architecture)
     layers, heads = random.randint(2, 5), random.choice([1, 2, 3, 4, 6, 8])
     head_dim = random.choice([4, 8, 16] if family.startswith("Glm") else [4, 6, 8, 10, 12, 16, 24])
+    if family == "Bamba":  # of which half is rotated
+        head_dim = random.choice([4, 8, 16])
     if family in DELTA_NETS:  # of which a quarter is rotated
         head_dim = random.choice([8, 16, 24])
     values: dict[str, Any] = {
@@ -76,7 +79,7 @@ def random_config(architecture: str, random: Random) -> dict[str, Any]:
         if name in class_fields and random.random() < 0.7:
             values[name] = random.uniform(0.1, 4)
     values |= _layer_kinds(family, layers, random) | _experts(family, class_fields, layers, random)
-    values |= _gemma(family, values, random) | _states(family, layers, random)
+    values |= _gemma(family, values, random) | _states(family, layers, values, random)
     width = values.get("head_dim") or values["hidden_size"] // heads
     values |= _rope(family, values, width, random)
     return values | _unsupported_field(class_fields, values, random)
@@ -113,8 +116,6 @@ def _layer_kinds(family: str, layers: int, random: Random) -> dict[str, Any]:
             "sliding_window": window + 8,
             "max_window_layers": random.randint(0, layers),
         }
-    if family == "GraniteMoeHybrid":
-        return {"layer_types": [GLOBAL] * layers}
     result: dict[str, Any] = {}
     kinds = [random.choice([LOCAL, LOCAL, GLOBAL]) for _ in range(layers)]
     kinds[-1 if family == "Gemma4Text" else random.randrange(layers)] = GLOBAL
@@ -142,12 +143,11 @@ def _experts(
     family: str, class_fields: dict[str, Any], layers: int, random: Random
 ) -> dict[str, Any]:
     if family == "GraniteMoeHybrid":
-        width = random.randint(8, 96)
         return {
-            "num_local_experts": 0,
-            "shared_intermediate_size": width,
-            "position_embedding_type": "rope",
-            "mamba_n_heads": 1,
+            "num_local_experts": random.choice([0, 0, random.randint(2, 6)]),
+            "num_experts_per_tok": random.randint(1, 2),
+            "shared_intermediate_size": random.randint(8, 96),
+            "position_embedding_type": random.choice([None, "rope"]),
         }
     if "num_experts_per_tok" not in class_fields:
         return {}
@@ -163,9 +163,9 @@ def _experts(
     return result
 
 
-def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
+def _states(family: str, layers: int, values: dict[str, Any], random: Random) -> dict[str, Any]:
     """Draw which layers keep a state instead of cells, and the sizes of the states."""
-    if family not in ("Lfm2", "Lfm2Moe", *DELTA_NETS):
+    if family not in ("Lfm2", "Lfm2Moe", *MAMBAS, *DELTA_NETS):
         return {}
     state_kind = "conv" if family.startswith("Lfm2") else "linear_attention"
     attending = {layer for layer in range(layers) if random.random() < 0.4}
@@ -173,6 +173,8 @@ def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
     result: dict[str, Any] = {
         "layer_types": [GLOBAL if layer in attending else state_kind for layer in range(layers)]
     }
+    if family in MAMBAS:
+        return _mamba(family, result["layer_types"], values, random)
     if family in DELTA_NETS:
         key_heads = random.randint(1, 3)
         return result | {
@@ -195,6 +197,22 @@ def _states(family: str, layers: int, random: Random) -> dict[str, Any]:
         result["block_multiple_of"] = random.choice([1, 8, 32])
         result["block_ffn_dim_multiplier"] = random.choice([1.0, 1.3, 0.7])
     return result
+
+
+def _mamba(family: str, kinds: list[str], values: dict[str, Any], random: Random) -> dict[str, Any]:
+    groups = random.choice([n for n in (1, 2, 3) if 2 * values["hidden_size"] % n == 0])
+    result: dict[str, Any] = {"layer_types": kinds}
+    if family == "Bamba":
+        attending = [layer for layer, kind in enumerate(kinds) if kind == GLOBAL]
+        result = {"attn_layer_indices": attending}
+    return result | {
+        "mamba_n_heads": groups,
+        "mamba_n_groups": random.choice([1, groups]),
+        "mamba_d_state": random.choice([3, 8, 12]),
+        "mamba_d_conv": random.randint(2, 5),
+        "mamba_conv_bias": random.random() < 0.5,
+        "mamba_proj_bias": random.random() < 0.5,
+    }
 
 
 def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any]:
@@ -285,7 +303,7 @@ def _rope_settings(
         )
         settings["partial_rotary_factor"] = share
         pairs = int(width * share) // 2
-    elif family in ("Glm", "Glm4"):
+    elif family in ("Glm", "Glm4") or family == "Bamba":
         pairs = width // 4
     elif family in DELTA_NETS:
         pairs = int(width * 0.25) // 2

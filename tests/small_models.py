@@ -62,6 +62,20 @@ def state_specs() -> dict[str, ModelSpec]:
     spec, layers = replace(small_spec(), layers=5), (0, 2, 4)
     return {
         "convolution": replace(spec, states=StateLayers("convolution", layers, 64, conv_width=4)),
+        "mamba2": replace(
+            spec,
+            states=StateLayers(
+                "mamba2",
+                layers,
+                channels=6 * 10 + 2 * 2 * 12,
+                conv_width=3,
+                conv_bias=True,
+                key_heads=2,
+                value_heads=6,
+                key_dim=12,
+                value_dim=10,
+            ),
+        ),
         "delta_net": replace(
             spec,
             gated_attention=True,

@@ -42,6 +42,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (spec.states, "compute no state layers: torch does, with their matrix products"),
         (spec.gated_attention, "compute no gates on attention"),
         (spec.sigmoid_router, "route to experts by a softmax, not by sigmoids"),
+        (spec.ungated_shared_expert, "need a gate on the shared expert"),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_partial_rope, "need RoPE over the whole head"),

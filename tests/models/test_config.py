@@ -168,7 +168,6 @@ def test_unsupported_configs_are_refused_by_name(
 
 
 STATES = [
-    "GraniteMoeHybridForCausalLM",
     "FalconH1ForCausalLM",
     "NemotronHForCausalLM",
     "JambaForCausalLM",
@@ -194,31 +193,46 @@ def test_unsupported_architectures_are_refused_with_an_alternative(
         read_spec(tmp_path)
 
 
+GRANITE4 = {
+    **PLAIN,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["attention", "mamba", "mamba"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 4,
+}
+
+
+def test_granite_4_may_have_state_layers_experts_and_no_rope(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, GRANITE4))
+    assert spec.states is not None
+    assert (spec.states.layers, spec.unrotated_layers) == ((1, 2), (0,))
+    assert spec.intermediate_size == 64
+    stated = {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
+    spec = read_spec(write(tmp_path, GRANITE4 | stated))
+    assert (spec.states, spec.unrotated_layers, spec.experts) == (None, (), 0)
+    unstated = {name: value for name, value in GRANITE4.items() if name != "num_local_experts"}
+    spec = read_spec(write(tmp_path, unstated))
+    assert (spec.experts, spec.ungated_shared_expert) == (8, True)
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "why"),
     [
-        {"layer_types": ["attention", "mamba", "attention"]},
-        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
-        {"num_local_experts": 8},
-        {"position_embedding_type": "nope"},
-        {"layer_types": None},
+        ({"layer_types": ["mamba"] * 3}, "none of 3 layers has attention"),
+        ({"layer_types": None}, "none of 3 layers has attention"),
+        ({"layer_types": ["attention"]}, "for each of 3 layers"),
+        ({"layer_types": ["attention", "sliding_attention", 3]}, "layers of kind"),
+        ({"mamba_n_heads": 5}, "mamba_n_heads"),
+        ({"mamba_n_groups": 3}, "mamba_n_groups"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
     ],
     ids=str,
 )
-def test_granite_4_is_supported_if_dense_with_rope(tmp_path: Path, fields: dict[str, Any]) -> None:
-    dense = {
-        **PLAIN,
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "layer_types": ["attention"] * 3,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 64,
-        "position_embedding_type": "rope",
-    }
-    assert read_spec(write(tmp_path, dense)).intermediate_size == 64
-    ((name, value),) = fields.items()
-    why = "Mamba" if name == "layer_types" else f"{name} {value!r}"
-    with pytest.raises(UnsupportedModel, match=rf"{why}.*granite-4\.0-micro"):
-        read_spec(write(tmp_path, dense | fields))
+def test_invalid_mamba_layers_are_refused(tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises((UnsupportedModel, BadModelFile), match=why):
+        read_spec(write(tmp_path, GRANITE4 | fields))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])

@@ -82,6 +82,16 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 20,
     "linear_conv_kernel_dim": 3,
 }
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 96,
+    "mamba_d_conv": 3,
+    "mamba_expand": 3,
+    "mamba_conv_bias": False,
+    "mamba_proj_bias": True,
+}
 OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "Exaone4": {"sliding_window_pattern": 3},
     "Gemma2": {"attn_logit_softcapping": 5.0},
@@ -90,13 +100,14 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "Gemma4Text": TWO_ROPES | {"global_head_dim": 24},
     "Glm": {"rope_parameters": PART},
     "Glm4": {"rope_parameters": PART},
-    "GraniteMoeHybrid": {
-        "layer_types": [WHOLE] * 7,
-        "num_local_experts": 0,
+    "GraniteMoeHybrid": MAMBA
+    | {
+        "layer_types": ["linear_attention", WHOLE, *["linear_attention"] * 3, WHOLE, WHOLE],
+        "num_local_experts": 5,
         "shared_intermediate_size": 160,
         "position_embedding_type": "rope",
-        "mamba_n_heads": 16,
     },
+    "Bamba": MAMBA | {"attn_layer_indices": [1, 3], "rope_parameters": PART},
     "Lfm2Moe": {
         "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
         "norm_eps": 3e-4,

@@ -163,6 +163,19 @@ LFM2_MOE = {
     **{name: value for name, value in LFM2.items() if not name.startswith("block_")},
     **EXPERTS,
 }
+MAMBA = {
+    "num_hidden_layers": 7,
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+}
+GRANITE4_H = MAMBA | {
+    "layer_types": [*["linear_attention"] * 2, _WHOLE, *["linear_attention"] * 3, _WHOLE],
+    "shared_intermediate_size": 112,
+    "pad_token_id": 0,
+}
+BAMBA = MAMBA | {"attn_layer_indices": [1, 4, 5], **PADDING}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -336,6 +349,30 @@ FAMILIES = {
             "num_dense_layers": 0,
         },
     ),
+    "granite4-h": ("GraniteMoeHybrid", GRANITE | GRANITE4_H | {"num_local_experts": 0}),
+    "granite4-h-experts": (
+        "GraniteMoeHybrid",
+        GRANITE | GRANITE4_H | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "granite4-h-rope": (
+        "GraniteMoeHybrid",
+        GRANITE
+        | GRANITE4_H
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "granite4-experts": (
+        "GraniteMoeHybrid",
+        GRANITE | GRANITE4 | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "bamba": ("Bamba", BAMBA),
+    "bamba-biases": ("Bamba", BAMBA | {"attention_bias": True, "mlp_bias": True}),
     "qwen3.5": ("Qwen3_5Text", QWEN35),
     "qwen3.5-biases": (
         "Qwen3_5Text",
@@ -379,7 +416,7 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
-STATES = ["lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
+STATES = ["granite4-h-experts", "bamba", "lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 

@@ -14,7 +14,15 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.test_gguf_families import LFM2, QWEN35, add_fields, delta_net_tensors
+from models.test_gguf_families import (
+    GRANITE4_H,
+    LFM2,
+    QWEN35,
+    WITH_DECAYS,
+    add_fields,
+    delta_net_tensors,
+    mamba_tensors,
+)
 from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 
@@ -65,6 +73,11 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5-moe": ("Qwen3_5MoeText", "qwen35moe", QWEN35 | EXPERTS | SHARED),
     "qwen3-next": ("Qwen3Next", "qwen3next", QWEN35 | EXPERTS | SHARED),
     "lfm2moe": ("Lfm2Moe", "lfm2moe", LFM2_MOE),
+    "granite4-h": (
+        "GraniteMoeHybrid",
+        "granitehybrid",
+        MULTIPLIERS | GRANITE4_H | {"num_local_experts": 6},
+    ),
     "olmoe": (
         "Olmoe",
         "olmoe",
@@ -148,6 +161,9 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
             yield f"blk.{block}.ffn_gate_inp_shexp.weight", array[0]
         elif re.search(r"\.mlp\.(gate|up|down)_proj", name):  # gguf-py has none in a mixture
             yield f"blk.{block}.ffn_{name.split('.')[4].removesuffix('_proj')}.weight", array
+        elif ".mamba." in name or ".shared_mlp." in name:
+            for new_name, changed in mamba_tensors(name, array, model.config):
+                yield names.get_name(new_name, try_suffixes=(".weight", ".bias")), changed
         elif model.config.model_type in DELTA_NETS:
             for new_name, changed in delta_net_tensors(name, array, model.config):
                 yield names.get_name(new_name, try_suffixes=(".weight", ".bias")), changed
@@ -178,7 +194,7 @@ def write(
     if architecture == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture == "granitemoe":
+    if architecture in ("granitemoe", "granitehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -187,7 +203,9 @@ def write(
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in arrays(model, names):
-        is_matrix = array.ndim > 1 and not re.search("gate_inp|conv1d|shortconv.conv|bias$", name)
+        is_matrix = array.ndim > 1 and not re.search(
+            "gate_inp|conv1d|shortconv.conv|ssm_(norm|a$|d$)|bias$", name
+        )
         form = stored if is_matrix else Type.F32
         writer.add_tensor(name, gguf.quantize(array, form), raw_dtype=form)
     edit(writer)
@@ -211,7 +229,7 @@ def test_converted_folder_equals_the_original_model(kind: str, tmp_path: Path) -
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
         found = loaded.eval()(torch.tensor([TOKENS])).logits[0]
-    most = 1e-4 if model.config.model_type in DELTA_NETS else 1e-6  # the file has exp(A_log)
+    most = 1e-4 if model.config.model_type in WITH_DECAYS else 1e-6
     assert (found - expected).abs().max() <= most * expected.abs().max()
 
 

@@ -152,6 +152,7 @@ def test_new_spec_fields_and_tokenizer_formatting_keep_the_fingerprint() -> None
         ("gated_attention", True),
         ("sigmoid_router", True),
         ("router_bias", True),
+        ("ungated_shared_expert", True),
         ("routed_scale", 2.0),
         ("states", StateLayers("convolution", (1,), 64, 3)),
     ],

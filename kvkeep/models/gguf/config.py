@@ -31,6 +31,7 @@ _CLASS_AND_MODEL_TYPE = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "granite": ("GraniteForCausalLM", "granite"),
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "command-r": ("CohereForCausalLM", "cohere"),
@@ -151,6 +152,10 @@ def _family_fields(
     arch, fields = file.arch, dict[str, Any]()
     if not family.is_gemma3n and not family.is_gemma4:  # these have a width for each layer
         fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
+    if family.mlp_width_field == "shared_intermediate_size":  # Granite 4 with state layers
+        shared_key = "{arch}.expert_shared_feed_forward_length"
+        width = file.non_negative_int(shared_key, 0) or fields["intermediate_size"]
+        fields["shared_intermediate_size"] = width
     if not family.is_gemma4 and arch not in KV_HEADS_PER_LAYER_ARCHS:
         heads = config["num_attention_heads"]
         fields["num_key_value_heads"] = file.uniform_int("{arch}.attention.head_count_kv", heads)
@@ -254,7 +259,8 @@ def _check_variant(file: GgufFile) -> None:
             arch == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
         "is a Granite without RoPE (rope.scaling.finetuned)": (
-            arch.startswith("granite") and not file.boolean("{arch}.rope.scaling.finetuned", True)
+            arch in ("granite", "granitemoe")
+            and not file.boolean("{arch}.rope.scaling.finetuned", True)
         ),
         "is bidirectional (attention.causal)": not file.boolean("{arch}.attention.causal", True),
         "has layers for multi-token prediction (nextn_predict_layers)": (

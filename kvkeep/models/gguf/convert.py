@@ -95,7 +95,10 @@ def _row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.i
 
 _REORDERED_ARCHITECTURES = [
     f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Ministral3", "Granite", "Mixtral", "GraniteMoe", "SmolLM3")
+    for name in (
+        *("Llama", "Mistral", "Ministral3", "Granite", "Mixtral", "GraniteMoe", "SmolLM3"),
+        "GraniteMoeHybrid",
+    )
 ]
 
 

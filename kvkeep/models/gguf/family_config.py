@@ -13,8 +13,9 @@ _LFM2_MOE = "lfm2moe"
 _NUM_EXPERTS_ARCHS = (
     *(*_SHARED_EXPERT_ARCHS, "qwen3moe", "qwen3vlmoe", "olmoe", "gemma4", _LFM2_MOE),
 )
-_NUM_LOCAL_EXPERTS_ARCHS = ("llama", "granitemoe", "gpt-oss")
-_OPTIONAL_EXPERTS_ARCHS = ("llama", "gemma4")  # some models of these have no experts
+_GRANITE4_H = "granitehybrid"
+_NUM_LOCAL_EXPERTS_ARCHS = ("llama", "granitemoe", "gpt-oss", _GRANITE4_H)
+_OPTIONAL_EXPERTS_ARCHS = ("llama", "gemma4", _GRANITE4_H)  # some models of these have no experts
 # Renormalise expert weights by default.
 _NORM_TOPK_ARCHS = ("qwen3moe", "qwen3vlmoe", "qwen3next", "qwen35moe", _LFM2_MOE)
 # Some layers may have a plain MLP.
@@ -52,14 +53,13 @@ def experts_config(file: GgufFile) -> dict[str, Any]:
             raise file.unsupported_error(feature)
         return {}
     if not num_experts and arch in _OPTIONAL_EXPERTS_ARCHS:
-        return {}
+        return {"num_local_experts": 0} if arch == _GRANITE4_H else {}
     router_values = _ROUTER_VALUES | (_SIGMOID_VALUES if arch == _LFM2_MOE else {})
     for key, supported in router_values.items():
         value = file.number("{arch}." + key, supported[0])
-        has_shared_expert = (
-            arch in _SHARED_EXPERT_ARCHS and key == "expert_shared_feed_forward_length"
-        )
-        if value not in supported and not has_shared_expert:
+        is_shared_width = key == "expert_shared_feed_forward_length"
+        has_shared_width = is_shared_width and arch in (*_SHARED_EXPERT_ARCHS, _GRANITE4_H)
+        if value not in supported and not has_shared_width:
             raise file.unsupported_error(f"is a mixture of experts with {key} {value!r}")
     count_field = "num_experts" if arch in _NUM_EXPERTS_ARCHS else "num_local_experts"
     per_token_field = "top_k_experts" if arch == "gemma4" else "num_experts_per_tok"

@@ -5,8 +5,10 @@ from typing import Any
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 
-KV_HEADS_PER_LAYER_ARCHS = ("lfm2", "lfm2moe")  # 0 for a layer without attention
+KV_HEADS_PER_LAYER_ARCHS = ("lfm2", "lfm2moe", "granitehybrid")  # 0 for a layer without attention
 _DELTA_NET_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
+# Every Granite states one of these; a Bamba has the same architecture name and none.
+_GRANITE_KEYS = ("{arch}.attention.scale", "{arch}.embedding_scale", "{arch}.logit_scale")
 # Files of these may have layers more, which predict several tokens and are not needed.
 MTP_ARCHS = _DELTA_NET_ARCHS
 _KV_HEADS_KEY = "{arch}.attention.head_count_kv"
@@ -18,6 +20,8 @@ def state_config(file: GgufFile) -> dict[str, Any]:
         return _lfm2_config(file)
     if file.arch in _DELTA_NET_ARCHS:
         return _delta_net_config(file)
+    if file.arch == "granitehybrid":
+        return _granite_config(file)
     return {}
 
 
@@ -32,6 +36,33 @@ def _lfm2_config(file: GgufFile) -> dict[str, Any]:
         "conv_L_cache": file.positive_int("{arch}.shortconv.l_cache"),
         "conv_bias": f"blk.{first_state_layer}.shortconv.conv.bias" in file.tensors,
         "block_auto_adjust_ff_dim": False,  # the file states the width as it is
+    }
+
+
+def _granite_config(file: GgufFile) -> dict[str, Any]:
+    if not any(file.has(key) for key in _GRANITE_KEYS):
+        raise file.unsupported_error("is a Bamba, whose rotated rows have another order")
+    kv_heads = _kv_heads_per_layer(file)
+    inner_size, hidden_size = (
+        file.positive_int(key) for key in ("{arch}.ssm.inner_size", "{arch}.embedding_length")
+    )
+    if inner_size % hidden_size:
+        expected = f"a multiple of {hidden_size} (embedding_length)"
+        raise file.invalid_error("{arch}.ssm.inner_size", expected)
+    first = kv_heads.index(0) if 0 in kv_heads else 0
+    is_rotated = file.boolean("{arch}.rope.scaling.finetuned", True)
+    return {
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["full_attention" if heads else "linear_attention" for heads in kv_heads],
+        "position_embedding_type": "rope" if is_rotated else None,
+        "mamba_n_heads": file.positive_int("{arch}.ssm.time_step_rank"),
+        "mamba_d_head": "auto",
+        "mamba_n_groups": file.positive_int("{arch}.ssm.group_count"),
+        "mamba_d_state": file.positive_int("{arch}.ssm.state_size"),
+        "mamba_d_conv": file.positive_int("{arch}.ssm.conv_kernel"),
+        "mamba_expand": inner_size // hidden_size,
+        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in file.tensors,
     }
 
 

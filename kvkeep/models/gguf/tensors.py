@@ -107,6 +107,15 @@ _ARCHITECTURE_LAYER_NAMES = {
     },
     "Lfm2ForCausalLM": _SHORT_CONVOLUTION_NAMES,
     "Lfm2MoeForCausalLM": {**_SHORT_CONVOLUTION_NAMES, "exp_probs_b.bias": SELECTION_BIAS},
+    "GraniteMoeHybridForCausalLM": {
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_dt.bias": "mamba.dt_bias",
+        "ssm_a": "mamba.A_log",
+        "ssm_d": "mamba.D",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
+    },
     "Qwen3_5ForCausalLM": _DELTA_NET_NAMES,
     "Qwen3_5MoeForCausalLM": _DELTA_NET_NAMES,
     "Qwen3NextForCausalLM": _DELTA_NET_NAMES,
@@ -138,7 +147,7 @@ _NOT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
 )
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([\w.]+)\.(\w+)")
-_BARE_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(ssm_a)")  # without a suffix
+_BARE_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(ssm_[ad])")  # without a suffix
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
 _EXPERT_STACK = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 
@@ -201,7 +210,8 @@ def _by_hub_name(
         }
     bare_match = _BARE_LAYER_TENSOR.fullmatch(name)
     if bare_match and bare_match[2] in layer_names:
-        return {f"model.layers.{bare_match[1]}.{layer_names[bare_match[2]]}": tensor}
+        name = f"model.layers.{bare_match[1]}.{layer_names[bare_match[2]]}"
+        return {name: _flattened(tensor)}
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return {}
@@ -210,6 +220,8 @@ def _by_hub_name(
         return {f"{prefix}.{layer_names[f'{module}.{suffix}']}": tensor}
     if suffix not in ("weight", "bias"):
         return {}
+    if module == "ssm_norm" and module in layer_names:
+        tensor = _flattened(tensor)
     if module in _CONVOLUTIONS and module in layer_names and len(tensor.shape) == 2:
         channels, width = tensor.shape
         data = tensor.data.reshape(channels, 1, -1)
@@ -228,6 +240,14 @@ def _by_hub_name(
     if stack_match and len(tensor.shape) == (2 if suffix == "bias" else 3):
         return _unstack_experts(f"{prefix}.mlp.experts", stack_match[1].split("_"), suffix, tensor)
     return {}
+
+
+def _flattened(tensor: PackedTensor) -> PackedTensor:
+    """Return a vector that is stored as a matrix, as those of Mamba-2 are, as a vector."""
+    if len(tensor.shape) == 1 or tensor.ggml_type != "F32":
+        return tensor
+    data = tensor.data.reshape(-1)
+    return replace(tensor, shape=data.shape, data=data)
 
 
 def _unstack_experts(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.primitives import NamedWeights
+from kvkeep.models.layers.primitives import Linear, NamedWeights
 from kvkeep.models.spec.model_spec import Gating
 
 
@@ -77,7 +77,7 @@ class Experts:
     token's output may depend on how many tokens of its step share its experts, never on the number
     of threads.
 
-    A shared expert processes every token, weighted by the sigmoid of its gate.
+    A shared expert processes every token, weighted by the sigmoid of its gate if it has one.
     """
 
     def __init__(self, weights: NamedWeights):
@@ -93,8 +93,10 @@ class Experts:
         if spec.router_bias:
             self._selection_bias = weights.tensor(SELECTION_BIAS, spec.experts).float()
         self._shared: Mlp | None = None
+        self._shared_gate: Linear | None = None
         if spec.shared_expert_size:
             self._shared = Mlp(weights, "mlp.shared_expert", spec.shared_expert_size, bias=False)
+        if spec.shared_expert_size and not spec.ungated_shared_expert:
             shared_gate = "mlp.shared_expert_gate.weight"
             self._shared_gate = weights.float32_linear(shared_gate, 1, hidden_size)
 
@@ -135,7 +137,8 @@ class Experts:
                 output = expert(x[rows]).float() * routing_weights.flatten()[assignments, None]
                 total.index_add_(0, rows, output)  # no token is routed to an expert twice
         if self._shared is not None:
-            total += self._shared_gate(x.float()).sigmoid() * self._shared(x).float()
+            shared, gate = self._shared(x).float(), self._shared_gate
+            total += shared if gate is None else gate(x.float()).sigmoid() * shared
         return total.to(x.dtype)
 
 

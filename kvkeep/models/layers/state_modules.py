@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvkeep.models.layers.delta_net import GatedDeltaNet
+from kvkeep.models.layers.mamba import Mamba2
 from kvkeep.models.layers.primitives import NamedWeights
 from kvkeep.models.layers.states import ShortConvolution, StepStates
 from kvkeep.models.spec.state_layers import StateKind, StateLayers
@@ -27,4 +28,5 @@ class StateModuleClass(Protocol):
 STATE_MODULES: Mapping[StateKind, StateModuleClass] = {
     "convolution": ShortConvolution,
     "delta_net": GatedDeltaNet,
+    "mamba2": Mamba2,
 }

@@ -91,8 +91,6 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
     architecture = architectures[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise unsupported.architecture_error(architecture)
-    if architecture == unsupported.GRANITE_HYBRID:
-        unsupported.check_dense_granite(values)
     if architecture == _MISTRAL3:  # its language model may be of another architecture
         text_config = values.get("text_config")
         model_type = text_config.get("model_type") if isinstance(text_config, dict) else None

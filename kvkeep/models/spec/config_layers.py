@@ -116,6 +116,8 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         return {}
     # transformers 4 and 5 have swapped these two names for some families.
     experts_field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    if mixture.optional and not config.get(experts_field):
+        return {}
     shared_width_field = mixture.shared_width_field
     fields: dict[str, Any] = {
         **expert_counts(config, experts_field, "num_experts_per_tok"),
@@ -125,6 +127,8 @@ def expert_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     }
     if mixture.norm_topk is None:
         fields["norm_topk"] = bool(config.get("norm_topk_prob", False))
+    if mixture.ungated_shared_expert:
+        fields["ungated_shared_expert"] = True
     if mixture.sigmoid_router:
         fields["sigmoid_router"] = True
         fields["router_bias"] = bool(config.get("use_expert_bias", True))

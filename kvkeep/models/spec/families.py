@@ -179,6 +179,14 @@ _LFM2 = Family(
         "block_multiple_of": 256,
     },
 )
+_MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
 _QWEN35_MOE = replace(
     _QWEN35,
     mixture=Mixture("moe_intermediate_size", "shared_expert_intermediate_size", norm_topk=True),
@@ -208,12 +216,38 @@ FAMILIES: dict[str, Family] = {
         defaults={_EPS: 1e-5, "original_max_position_embeddings": 4096},
     ),
     "GraniteForCausalLM": Family(mlp_bias=True, granite_multipliers=True),
-    # Granite 4 without state layers and experts (-micro, -1b, -350m); the others are refused.
     "GraniteMoeHybridForCausalLM": Family(
         granite_multipliers=True,
         mlp_width_field="shared_intermediate_size",
         fused_gate_up="shared_mlp.input_linear",
         renamed_tensors={"shared_mlp.output_linear": "mlp.down_proj"},
+        state_kind="mamba2",
+        field_aliases={"layers_block_type": "layer_types"},
+        mixture=Mixture(
+            norm_topk=True,
+            shared_width_field="shared_intermediate_size",
+            optional=True,
+            ungated_shared_expert=True,
+        ),
+        defaults={
+            **_MAMBA_DEFAULTS,
+            "position_embedding_type": "none",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "BambaForCausalLM": Family(
+        mlp_bias=True,
+        state_kind="mamba2",
+        partial_rotary_factor=0.5,
+        renamed_tensors={
+            "pre_ff_layernorm": "post_attention_layernorm",
+            "feed_forward.gate_proj": "mlp.gate_proj",
+            "feed_forward.up_proj": "mlp.up_proj",
+            "feed_forward.down_proj": "mlp.down_proj",
+        },
+        final_norm="model.final_layernorm",
+        defaults={**_MAMBA_DEFAULTS, _KV_HEADS: 8, _EPS: 1e-5, "attn_layer_indices": None},
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(

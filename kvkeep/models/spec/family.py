@@ -25,6 +25,8 @@ class Mixture:
     norm_topk: as in ModelSpec; None if the field `norm_topk_prob` says it.
     first_dense_field: the field with the number of first layers that have an MLP; "" for none.
     sigmoid_router: as in ModelSpec; `use_expert_bias` and `routed_scaling_factor` count.
+    optional: a model without experts has an MLP of the shared expert's width.
+    ungated_shared_expert: as in ModelSpec.
     some_layers_dense: `decoder_sparse_step` and `mlp_only_layers` may give some layers an MLP.
     """
 
@@ -34,6 +36,8 @@ class Mixture:
     some_layers_dense: bool = False
     first_dense_field: str = ""
     sigmoid_router: bool = False
+    optional: bool = False
+    ungated_shared_expert: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ModelSpec:
         and how many the router chooses for a token, by a softmax over all; 0 without a mixture.
     expert_size, shared_expert_size: the intermediate_size of an expert, and of the shared expert
         that processes every token; 0 without one.
+    ungated_shared_expert: the shared expert's output is added as it is, without a gate.
     norm_topk: the weights of the chosen experts are renormalised to a sum of 1.
     sigmoid_router: the weight of an expert is the sigmoid of its score, not its share of a softmax.
     router_bias: experts are chosen by their weights plus a learned number of each.
@@ -165,6 +166,7 @@ class ModelSpec:
     sigmoid_router: bool = False
     router_bias: bool = False
     routed_scale: float = 1.0
+    ungated_shared_expert: bool = False
 
     @property
     def keeps_states(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-StateKind = Literal["convolution", "delta_net"]
+StateKind = Literal["convolution", "delta_net", "mamba2"]
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,15 @@ class StateLayers:
     have a default, which is left out of fingerprints.
 
     kind: "convolution": a gated convolution over the newest tokens, as in LFM2. "delta_net": Gated
-        DeltaNet, as in Qwen3.5.
+        DeltaNet, as in Qwen3.5. "mamba2": Mamba-2, as in Granite 4-H.
     layers: their indices, in order.
     channels: how many values of a token the convolution takes, each by itself.
     conv_width: how many tokens the convolution sees, the newest included.
     conv_bias: the convolution has a bias; of LFM2 also the projections around it.
     key_heads, value_heads, key_dim, value_dim: the heads of DeltaNet, and the widths of keys and
-        values in each.
+        values in each. Of Mamba-2 the groups of heads, the heads, the size of a state (of B and C),
+        and the width of a head.
+    proj_bias: the projections around Mamba-2 have biases.
     tiled_output: the columns of DeltaNet's output projection are those of the first value head of
         each key head, then those of the second, and so on (GGUF files).
     """
@@ -38,6 +40,7 @@ class StateLayers:
     key_dim: int = 0
     value_dim: int = 0
     tiled_output: bool = False
+    proj_bias: bool = False
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of a layer, by its name among all states.
@@ -89,4 +92,4 @@ def is_float32_weight(name: str) -> bool:
 
     Decays, and the numbers by which experts are chosen, depend on every bit.
     """
-    return name.endswith((".A_log", ".dt_bias", ".expert_bias"))
+    return name.endswith((".A_log", ".dt_bias", ".mamba.D", ".expert_bias"))

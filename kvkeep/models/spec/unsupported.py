@@ -1,14 +1,12 @@
 """Models that kvkeep refuses: the reasons, what to use instead, and the checks of a config."""
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.spec.config_fields import ConfigFields
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import Activation
 
-GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -46,7 +44,6 @@ _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    (_MAMBA, _GRANITE): "GraniteMoeHybridForCausalLM granitehybrid BambaForCausalLM",
     (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
     (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
     (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
@@ -83,21 +80,6 @@ def architecture_error(architecture: object) -> UnsupportedModel:
         f"architecture {architecture} is not supported{unsupported_reason(architecture)}; "
         f"supported: {', '.join(FAMILIES)}"
     )
-
-
-def check_dense_granite(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for a Granite 4 with state layers or experts, or without RoPE."""
-    layer_types = config.get("layer_types")
-    attention_types = ("attention", "full_attention")
-    if not isinstance(layer_types, list) or any(t not in attention_types for t in layer_types):
-        raise architecture_error(GRANITE_HYBRID)
-    fields = {"num_local_experts": 8, "position_embedding_type": None, **config}
-    for field, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
-        if fields[field] != expected:
-            raise UnsupportedModel(
-                f"architecture {GRANITE_HYBRID} with {field} {fields[field]!r} is not supported, "
-                f"only {expected!r}; granite-4.0-micro, -1b and -350m and Granite 3 are"
-            )
 
 
 def check_fields(config: ConfigFields, architecture: str) -> None:

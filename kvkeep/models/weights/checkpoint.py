@@ -22,7 +22,13 @@ from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.stacks import expert_name, find_stack, fused_modules, stored_expert_name
+from kvkeep.models.weights.stacks import (
+    expert_name,
+    find_stack,
+    fused_modules,
+    renamed_modules,
+    stored_expert_name,
+)
 from kvkeep.models.weights.value_heads import fused_row_order
 
 _T = TypeVar("_T")  # a tensor, or its shape
@@ -35,7 +41,7 @@ _OTHER_MODALITIES = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 )
 # Names in checkpoints of models without a head, such as embedding models.
-_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm|embedding_norm)\..*")
+_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm|embedding_norm|final_layernorm)\..*")
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _GATED_QUERY = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.(?:weight|bias)")
 _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
@@ -84,8 +90,7 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def decoder_names_by_stored_name(spec: ModelSpec) -> dict[str, list[str]]:
     """Return the names of the decoder's tensors that each checkpoint tensor holds, in order."""
-    renamed_modules = FAMILIES[spec.architecture].renamed_tensors
-    stored_modules = {module: stored_module for stored_module, module in renamed_modules.items()}
+    stored_modules = {module: stored for stored, module in renamed_modules(spec).items()}
     for fused_module, modules in fused_modules(spec).items():
         stored_modules |= dict.fromkeys(modules, fused_module)
     decoder_names: dict[str, list[str]] = {}
@@ -121,9 +126,10 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
         return FINAL_NORM
     name = expert_name(spec, name)
     match = _LAYER_TENSOR.fullmatch(name)
-    if match is None or match.group(2) not in family.renamed_tensors:
+    renamed = renamed_modules(spec)
+    if match is None or match.group(2) not in renamed:
         return name
-    return f"{match.group(1)}{family.renamed_tensors[match.group(2)]}.{match.group(3)}"
+    return f"{match.group(1)}{renamed[match.group(2)]}.{match.group(3)}"
 
 
 def is_unused_kv(spec: ModelSpec, name: str) -> bool:

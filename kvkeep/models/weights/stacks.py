@@ -148,11 +148,13 @@ def find_stack(spec: ModelSpec, name: str, row_shape: Shape = ()) -> Stack | Non
 def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
     """Return the modules in each fused matrix of a layer, and their row counts."""
     family, key_rows = FAMILIES[spec.architecture], spec.kv_heads * spec.head_dim
+    mlp = _fused_mlp(spec)
     query, key, value = (f"self_attn.{x}_proj" for x in "qkv")
     fused = {
         family.fused_qkv: {query: spec.heads * spec.head_dim, key: key_rows, value: key_rows},
         family.fused_gate_up: dict.fromkeys(
-            ("mlp.gate_proj", "mlp.up_proj"), spec.intermediate_size
+            (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            spec.shared_expert_size or spec.intermediate_size,
         ),
     }
     if family.fused_delta_net and (states := spec.states) is not None:
@@ -161,6 +163,20 @@ def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
         fused[f"{prefix}_qkvz"] = {f"{prefix}_qkv": states.channels, f"{prefix}_z": value_width}
         fused[f"{prefix}_ba"] = {f"{prefix}_b": heads, f"{prefix}_a": heads}
     return {name: modules for name, modules in fused.items() if name}
+
+
+def renamed_modules(spec: ModelSpec) -> dict[str, str]:
+    """Return a family's `renamed_tensors` as they hold for a model."""
+    renamed = FAMILIES[spec.architecture].renamed_tensors
+    if not spec.ungated_shared_expert:
+        return dict(renamed)
+    mlp = _fused_mlp(spec)
+    return {stored: name.replace("mlp.", f"{mlp}.", 1) for stored, name in renamed.items()}
+
+
+def _fused_mlp(spec: ModelSpec) -> str:
+    """Return the module that a fused gate and up projection is of: Granite 4's shared expert."""
+    return "mlp.shared_expert" if spec.ungated_shared_expert else "mlp"
 
 
 def _fused_stack(spec: ModelSpec, prefix: str, stored_name: str, row_shape: Shape) -> Stack | None:
@@ -244,7 +260,7 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
         stored_name = f"experts.{stack}" if expert else router_names.get(decoder_name, decoder_name)
     elif spec.architecture in _EXPERTS_IN_STACKS and expert:
         stored_name = f"mlp.experts.{stack}"
-    elif spec.architecture == "GraniteMoeForCausalLM":
+    elif spec.architecture in ("GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM"):
         linear = "output" if projection == "down" else "input"
         stored_name = decoder_name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
         if expert:
