@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-from kvkeep.chat.fields import optional_mapping, optional_text
+from kvkeep.chat.fields import optional_mapping, optional_text, require_remote_url
 from kvkeep.chat.messages import (
     MediaPart,
     Message,
@@ -128,7 +128,9 @@ def _content_parts(block: Any, where: str, tools: _ToolsByName) -> list[TextPart
                 )
             return [TextPart(block["text"])]
         case "image":
-            return [MediaPart("image", _source_name(block))]
+            name = _source_name(block)
+            require_remote_url(name, f"{where}.source.url")
+            return [MediaPart("image", name)]
         case "document":
             return _document(block, where, tools)
         case "search_result":

@@ -76,3 +76,9 @@ def parse_reasoning(message: Mapping[str, Any]) -> ReasoningPart:
     """Return the reasoning of a message, from the first of the fields that clients use."""
     texts = (message.get(field) for field in REASONING_FIELDS)
     return ReasoningPart(next((text for text in texts if isinstance(text, str) and text), ""))
+
+
+def require_remote_url(name: str, where: str) -> None:
+    """Raise InvalidArgument for a URL of a file on the server's machine, which is never read."""
+    if name[:5].lower() == "file:":
+        raise InvalidArgument(f"{where} must be an http, https or data URL; found {name!r:.100}")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvkeep.chat.fields import optional_mapping
+from kvkeep.chat.fields import optional_mapping, require_remote_url
 from kvkeep.chat.messages import MediaPart, Message, Part, ReasoningPart, TextPart, normalized
 from kvkeep.chat.output import parse_arguments
 from kvkeep.errors import InvalidArgument
@@ -99,7 +99,9 @@ def _parse_part(part: Any, where: str) -> Part:
             raise InvalidArgument(f"{where}.{field} must be text; found {text!r:.100}")
         return TextPart(text) if part_type in _TEXT_FIELDS else ReasoningPart(text)
     if part_type in _MEDIA_KINDS:
-        return MediaPart(_MEDIA_KINDS[part_type], _media_name(part, part_type))
+        name = _media_name(part, part_type)
+        require_remote_url(name, f"{where}.{part_type}")
+        return MediaPart(_MEDIA_KINDS[part_type], name)
     return TextPart(f"[{part_type:.50} omitted]")
 
 

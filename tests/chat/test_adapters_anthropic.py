@@ -34,6 +34,8 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 
+LOCAL_IMAGE = {"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}
+
 
 def parsed(*messages: dict[str, Any], **fields: Any) -> tuple[Message, ...]:
     return parse_chat({"messages": list(messages), **fields}).messages
@@ -293,6 +295,10 @@ def test_tool_choices() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
             r"messages\[0\]\.content\[0\]\.text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [LOCAL_IMAGE]}]},
+            r"messages\[0\]\.content\[0\]\.source\.url",
         ),
         ({"system": {"a": 1}}, "system"),
         ({"tools": [{"name": "no good name"}]}, r"tools\[0\]\.name"),

@@ -24,6 +24,7 @@ from kvkeep.chat.openai_tools import custom_parameters, hosted_tools, parse_choi
 from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
 
+LOCAL_IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
@@ -255,6 +256,10 @@ def test_tools_of_all_kinds() -> None:
         (
             {"messages": [{"role": "assistant", "tool_calls": [CALL, {"function": 5}]}]},
             "messages[0].tool_calls[1].function",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [LOCAL_IMAGE]}]},
+            "messages[0].content[0].image_url",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "name": "a", "parameters": 5}]}, "tools[0].parameters"),

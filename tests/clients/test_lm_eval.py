@@ -48,18 +48,24 @@ def sentences(topic: str) -> list[str]:
 
 
 def documents() -> list[dict[str, Any]]:
-    """Return questions: which of four sentences of the help topics follows a passage?"""
+    """Return questions: which of four endings, of five words each, does a sentence have?"""
     rng = random.Random(0)
     by_topic = {topic: sentences(topic) for topic in sorted(topics.topics)}
     usable = [topic for topic, found in by_topic.items() if len(found) >= 4]
     result = []
     for topic in rng.sample(usable, DOCUMENTS):
-        first = rng.randrange(len(by_topic[topic]) - 2)
-        passage, answer = by_topic[topic][first : first + 2], by_topic[topic][first + 2]
+        last = rng.randrange(2, len(by_topic[topic]))
+        words = " ".join(by_topic[topic][last - 2 : last + 1]).split()
+        answer = " ".join(words[-5:])
         others = rng.sample([name for name in usable if name != topic], CHOICES - 1)
-        choices = [answer, *(rng.choice(by_topic[name]) for name in others)]
+        endings = [" ".join(rng.choice(by_topic[name]).split()[-5:]) for name in others]
+        choices = [answer, *endings]
         rng.shuffle(choices)
-        entry = {"passage": " ".join(passage), "choices": choices, "answer": choices.index(answer)}
+        entry = {
+            "passage": " ".join(words[:-5]),
+            "choices": choices,
+            "answer": choices.index(answer),
+        }
         result.append(entry)
     return result
 
