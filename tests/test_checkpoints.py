@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from edit_actions import LOCAL_MODEL, MODEL
+from edit_actions import LOCAL_MODEL, MODEL, loud_model
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import small_model, state_specs
+from small_models import local_spec, small_model, state_specs
 from topics import topic_text
 
 from kvkeep.errors import InvalidArgument
@@ -53,6 +53,28 @@ def test_taking_a_beginning_changes_nothing_in_the_session(model: Model) -> None
     begun = session.beginning(session.checkpoints[-3])
     begun.feed(IDS[:300])
     require_same_future(session, untouched)
+
+
+@pytest.mark.parametrize("rewound_to", range(140, 1000, 60))
+def test_a_beginning_takes_no_windows_that_a_rewind_computed_anew(rewound_to: int) -> None:
+    """They differ by rounding, because they were evaluated in other steps."""
+    session = fed(1000)
+    session.rewind(1000 - rewound_to)
+    newest = session.checkpoints[-1]
+    begun, expected = session.beginning(newest), fed(newest)
+    windows = [each.cache.local_cache.segments[-1] for each in (begun, expected)]
+    cells = [window.read(window.length - 7, 7) for window in windows]
+    assert torch.equal(cells[0].values, cells[1].values)
+    require_same_future(begun, expected)
+
+
+@pytest.mark.parametrize("count", [STEP, 80])
+def test_the_beginning_of_a_fork_continues_to_the_bit(count: int) -> None:
+    """In its local layers too, no tokens are cut where the fork began."""
+    model = loud_model(local_spec(window=100))
+    fork = fed(80, model).fork()
+    fork.feed(IDS[:30])
+    require_same_future(fork.beginning(count), fed(count, model))
 
 
 @pytest.mark.parametrize("at", [3, 60, 480, 700, 990])

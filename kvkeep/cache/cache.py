@@ -172,6 +172,12 @@ class KVCache:
                 self.segments[-1:] = newest.part(0, newest.length)
         return self.append_segment(size)
 
+    def unseal(self) -> None:
+        """Allow the newest segments to take new cells; see `Segment.unseal`."""
+        for cache in (self, self.local_cache):
+            if cache is not None and cache.segments:
+                cache.segments[-1].unseal()
+
     def append_segment(self, limit: int, is_anchor: bool = False) -> Segment:
         """Append an empty segment for up to `limit` cells; return it."""
         self.segments.append(Segment(self.layout_for(is_anchor), limit, is_anchor=is_anchor))

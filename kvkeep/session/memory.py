@@ -159,9 +159,8 @@ class Memory:
 
     @property
     def holds_all(self) -> bool:
-        """Whether all tokens are held, in cells or states; in local layers those of a window."""
-        all_held = bool(self.cache.recurrent_states) or self.num_held == len(self.tokens)
-        return all_held and self.holds_overwritten()
+        """Whether all tokens are held; in local layers those of a window."""
+        return self.num_held == len(self.tokens) and self.holds_overwritten()
 
     def holds_overwritten(self, removed_count: int = 0) -> bool:
         """Whether the next token would find whole local windows, and states, after a removal.
@@ -298,8 +297,9 @@ class Memory:
         """
         total = len(self.tokens)
         count = validation.integer("count", count, 0, total)
-        checkpoint = self._overwritten_by(total - count)
-        if self.num_held != total or not (checkpoint or self.holds_overwritten(count)):
+        holds_overwritten = self.holds_overwritten(count)
+        checkpoint = None if holds_overwritten else self._checkpoint_at(total - count)
+        if self.num_held != total or not (checkpoint or holds_overwritten):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
                 "keep states"
@@ -326,7 +326,8 @@ class Memory:
         InvalidArgument if these tokens are not all held.
         """
         held, total = self.num_held, len(self.tokens)
-        checkpoint = self._overwritten_by(count)
+        # The local windows that are held may have been computed anew, in other steps.
+        checkpoint = self._checkpoint_at(count)
         if held != total or not (checkpoint or self.holds_overwritten(total - count)):
             raise InvalidArgument(
                 f"the first {count} tokens are not all in the cache: only the last {held} of "
@@ -336,17 +337,14 @@ class Memory:
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
         memory.cache = self.cache.restore(self.cache.state())
         memory.drop_newest(total - count)
-        if memory.cache.segments:
-            memory.cache.segments[-1].unseal()
         if checkpoint:
             memory.cache.load_checkpoint(checkpoint)
             memory.checkpoints = memory.checkpoints.branched(count)
+        memory.cache.unseal()
         return memory
 
-    def _overwritten_by(self, num_tokens: int) -> Checkpoint | None:
-        """Return the checkpoint after so many tokens if the cache no longer has what is in it."""
-        if self.holds_overwritten(len(self.tokens) - num_tokens):
-            return None
+    def _checkpoint_at(self, num_tokens: int) -> Checkpoint | None:
+        """Return the checkpoint after so many tokens, if there is one and it is still true."""
         checkpoint = self.usable_checkpoint(num_tokens)
         return checkpoint if checkpoint and checkpoint.num_tokens == num_tokens else None
 

@@ -381,7 +381,7 @@ class Session(SessionEdits):
 
     @property
     def holds_all(self) -> bool:
-        """Whether all tokens are held, each in a cell of its own or in states of layers."""
+        """Whether each token is held, in a cell of its own; in local layers those of a window."""
         return self.core.memory.holds_all
 
     # State and settings

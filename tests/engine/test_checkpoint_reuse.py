@@ -7,7 +7,7 @@ import pytest
 from edit_actions import LOCAL_MODEL
 from engine.random_workload import World
 from engine.test_reuse import require_alike
-from engine.workload import Request, Result, Work
+from engine.workload import Create, Request, Result, Work
 from packed_model import packed_model, spec_of
 from small_models import small_model, state_specs
 
@@ -81,6 +81,14 @@ def test_a_turn_after_the_answer_goes_on_from_its_cells(model: Model) -> None:
     answer = last_result(model, [first]).tokens
     result = last_result(model, [first, Request(tuple(answer) + text(20, 3), 8)])
     assert result.reuse.tokens == 305
+
+
+def test_a_turn_after_a_named_session_that_evicted_tokens_is_evaluated(model: Model) -> None:
+    settings: dict[str, Any] = {"policy": "sliding", "max_kv_size": 64}
+    works: list[Work] = [Create("long", ()), Request(text(100), 10, session="long")]
+    result = last_result(model, works, **settings)
+    works.append(Request(tuple(result.tokens) + text(20, 3), 4))
+    assert require_alone(model, works, **settings).reuse.reason == "forgotten"
 
 
 @pytest.mark.parametrize("name", MODELS)
