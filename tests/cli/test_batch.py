@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli.conftest import Invoke, Start
 from topics import topic_text
 
@@ -235,6 +236,27 @@ def test_a_limit_of_minus_1_is_no_limit(tmp_path: Path, smollm2: Model) -> None:
     prepared = [request.prepare(smollm2, Sampling(), 8) for request in requests]
     limits = [entry.generation_request.max_tokens for entry in prepared]
     assert limits == [smollm2.spec.max_positions, smollm2.spec.max_positions, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)
+def test_disabled_reasoning_ends_at_once(
+    smollm2: Model, fields: dict[str, Any], reasons: bool
+) -> None:
+    begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+    request = BatchRequest("a", "line 1", {"messages": begun, **fields}, is_chat=True)
+    sampling = request.prepare(smollm2, Sampling(), 8).generation_request.sampling
+    assert (sampling.constraint is None) == reasons
+    if sampling.constraint:
+        allowed = sampling.constraint.masked(torch.zeros(smollm2.text.vocab_size)) == 0
+        assert allowed.nonzero()[0].tolist() == smollm2.text.encode("</think>")[:1]
 
 
 def test_a_file_of_other_answers_is_left_unchanged(

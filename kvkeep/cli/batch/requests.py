@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvkeep import Model, Sampling
     from kvkeep.chat.output_reader import OutputReader
     from kvkeep.engine import GenerationRequest
+    from kvkeep.session.sampling import Constraint
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _SAMPLING_FIELDS = (
@@ -58,30 +59,33 @@ class BatchRequest:
 
         body = self.body
         try:
-            ids, reader = self._chat_prompt(model) if self.is_chat else (None, None)
-            ids = model.text.encode(body["prompt"]) if ids is None else ids
+            sampling, reader = self._sampling_parameters(default_sampling), None
+            if self.is_chat:
+                ids, reader, constraint = self._chat_prompt(model)
+                sampling = replace(sampling, constraint=constraint)
+            else:
+                ids = model.text.encode(body["prompt"])
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
             limit = model.spec.max_positions if limit < 0 else limit  # -1: no limit
-            sampling = self._sampling_parameters(default_sampling)
             return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), reader)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error
 
-    def _chat_prompt(self, model: "Model") -> tuple[list[int], "OutputReader"]:
-        """Return the prompt of the messages, and a reader for the answer."""
+    def _chat_prompt(self, model: "Model") -> "tuple[list[int], OutputReader, Constraint | None]":
+        """Return the prompt of the messages, and a reader and a constraint for the answer."""
         from kvkeep.chat.openai_chat import parse_chat
         from kvkeep.chat.output_reader import OutputReader
         from kvkeep.chat.renderer import RenderOptions
+        from kvkeep.server.reasoning_budget import reasoning_constraint
 
         chat, renderer = parse_chat(self.body), model.renderer
         if chat.choice.mode == "required":
             raise InvalidArgument("tool_choice must be auto or none in a batch")
-        options = RenderOptions(
-            reasoning_effort=self.body.get("reasoning_effort"),
-            template_kwargs=self.body.get("chat_template_kwargs") or {},
-        )
+        effort = self.body.get("reasoning_effort")
+        variables = self.body.get("chat_template_kwargs") or {}
+        options = RenderOptions(reasoning_effort=effort, template_kwargs=variables)
         prompt = renderer.render(chat, options)
         reader = OutputReader(
             renderer.output_format,
@@ -90,7 +94,16 @@ class BatchRequest:
             prompt.starts_in_reasoning,
             control_text=model.text.control_text,
         )
-        return prompt.ids, reader
+        reasons = effort != "none" and variables.get("enable_thinking") is not False
+        constraint = reasoning_constraint(
+            model.text,
+            renderer.output_format,
+            prompt.starts_in_reasoning,
+            None if reasons else 0,
+            None,
+            model.end_token_ids,
+        )
+        return prompt.ids, reader, constraint
 
     def _sampling_parameters(self, default: "Sampling") -> "Sampling":
         from kvkeep.session.default_sampling import with_parameters
