@@ -200,13 +200,21 @@ def max_session_bytes(session: Session, new_tokens: int | None) -> int:
         total += session.prefill_step * local_bytes
     if (states := session.core.model.spec.states) is not None:
         total += states.nbytes(cache.layout.dtype)
-    total += max_checkpoint_bytes(session, cells)
+    total += max_checkpoint_bytes(session, cells, new_tokens)
     return max(total, session.nbytes)
 
 
-def max_checkpoint_bytes(session: Session, num_tokens: int) -> int:
-    """Return the most bytes that a session's checkpoints take once it has so many tokens."""
-    cache, count = session.cache, max_checkpoint_count(num_tokens, session.prefill_step)
+def max_checkpoint_bytes(session: Session, num_tokens: int, new_tokens: int | None) -> int:
+    """Return the most bytes that a session's checkpoints take after `new_tokens` more tokens.
+
+    num_tokens: in the cache then. Any of the present checkpoints may stay; another one is taken
+    before the new tokens, and one at the end of each step.
+    """
+    cache, step = session.cache, max(1, session.prefill_step // 2)  # `prefill_step_at`
+    count = max_checkpoint_count(num_tokens, step)
+    if new_tokens is not None:
+        count = min(count, new_tokens // step)
+    count += len(session.checkpoints) + 1
     nbytes = sum(state.nbytes for state in cache.recurrent_states.values())
     if (states := session.core.model.spec.states) is not None:
         nbytes = states.nbytes(cache.layout.dtype)

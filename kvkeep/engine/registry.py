@@ -41,7 +41,7 @@ class SessionRegistry:
     ):
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
-        sessions that are loaded; None for the default of sessions."""
+        sessions from snapshots; None for the default of sessions."""
         self.model, self.policy = model, policy
         self._checkpoint_bytes = checkpoint_bytes
         self._folder, self._labelled_snapshots = folder, snapshots
@@ -247,10 +247,15 @@ class SessionRegistry:
         """Return the session, read from its file if it is on disk only. Raises StoreError."""
         if record.session is None:
             assert record.file is not None
-            record.session = self.model.restore(Snapshot.load(record.file.path))
-            if self._checkpoint_bytes is not None:
-                record.session.checkpoint_bytes = self._checkpoint_bytes
+            record.session = self.restored(Snapshot.load(record.file.path))
         return record.session
+
+    def restored(self, snapshot: Snapshot) -> Session:
+        """Return the session of a snapshot, with the engine's limit of checkpoints."""
+        session = self.model.restore(snapshot)
+        if self._checkpoint_bytes is not None:
+            session.checkpoint_bytes = self._checkpoint_bytes
+        return session
 
     def save(self, record: SessionRecord) -> None:
         """Write the session to its file, after the saves in progress. Raises StoreError."""

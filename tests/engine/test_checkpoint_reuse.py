@@ -13,6 +13,7 @@ from small_models import small_model, state_specs
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
+from kvkeep.engine.record import max_session_bytes
 from kvkeep.model import Model
 
 MODELS = {"local": LOCAL_MODEL}
@@ -89,6 +90,34 @@ def test_a_turn_after_a_named_session_that_evicted_tokens_is_evaluated(model: Mo
     result = last_result(model, works, **settings)
     works.append(Request(tuple(result.tokens) + text(20, 3), 4))
     assert require_alone(model, works, **settings).reuse.reason == "forgotten"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (5, 40, 33), (200, 300)])
+def test_what_is_reserved_for_a_session_covers_its_checkpoints(
+    model: Model, sizes: tuple[int, ...]
+) -> None:
+    session = model.session(2000, policy="full", prefill_step=32)
+    for message in range(300):
+        count = sizes[message % len(sizes)]
+        if session.room is None or session.room < count:
+            break
+        if message % 3 == 0:
+            session.branch_at((len(session.tokens) + count) // 32 * 32)
+        reserved = max_session_bytes(session, count)
+        session.feed(text(count, message + 3))
+        assert session.nbytes <= reserved
+
+
+def test_sessions_from_snapshots_have_the_engine_s_limit(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "checkpoint_bytes": 1000}
+    with Engine(LOCAL_MODEL, settings=settings, folder=tmp_path) as engine:
+        Create("a", ()).do(engine)
+        Request(text(100), 2, session="a").do(engine)
+        engine.snapshot("a", "label").result()
+        snapshot = engine.load_snapshot("label")
+        restored = engine.restore("label", name="b").result()
+        borrowed = engine.call(engine.borrowed.load, snapshot, "c", "0").result()
+        assert restored.live.checkpoint_bytes == borrowed.live.checkpoint_bytes == 1000
 
 
 @pytest.mark.parametrize("name", MODELS)
