@@ -136,11 +136,37 @@ def _chunk(
     k_rated = k * rate.unsqueeze(-1)
     system = (k_rated @ k.transpose(-1, -2)) * decays  # the diagonal counts as 1
     targets = v * rate.unsqueeze(-1) - (k_rated * from_start) @ state
-    added = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    added = _inverse(system) @ targets
     out = (q * from_start) @ state + (q @ k.transpose(-1, -2) * decays) @ added
     to_end = (decay_sums[..., -1:] - decay_sums).exp().unsqueeze(-1)
     state = state * from_start[..., -1:, :] + (k * to_end).transpose(-1, -2) @ added
     return out, state
+
+
+def _inverse(system: Tensor) -> Tensor:
+    """Invert lower triangular matrices `[..., n, n]` whose diagonals count as 1.
+
+    Blocks of the diagonal are inverted, of 1 row, then 2, 4 and so on: the inverse of two and of
+    what lies below the first gives that of the next larger one. torch would solve matrix by matrix.
+    """
+    n = system.shape[-1]
+    size = 1 << (n - 1).bit_length()
+    padded = F.pad(system, (0, size - n, 0, size - n))
+    inverse = torch.eye(size, dtype=system.dtype, device=system.device)
+    inverse = inverse.repeat(*system.shape[:-2], 1, 1)
+    width = 1
+    while width < n:
+        below, inverses = (_diagonal_blocks(x, 2 * width) for x in (padded, inverse))
+        first, second = inverses[..., :width, :width], inverses[..., width:, width:]
+        inverses[..., width:, :width] = -(second @ (below[..., width:, :width] @ first))
+        width *= 2
+    return inverse[..., :n, :n]
+
+
+def _diagonal_blocks(x: Tensor, width: int) -> Tensor:
+    """Return a view of the blocks of the diagonal, `[..., n / width, width, width]`."""
+    blocks = torch.unflatten(torch.unflatten(x, -1, (-1, width)), -3, (-1, width))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _normed(x: Tensor) -> Tensor:
