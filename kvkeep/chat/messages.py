@@ -147,6 +147,18 @@ def content_text(content: Iterable[TextPart | MediaPart]) -> str:
     )
 
 
+def media_warnings(messages: Iterable[Message]) -> list[str]:
+    """Return a warning if messages have content other than text."""
+    contents = [
+        part.content if isinstance(part, ToolResult) else (part,)
+        for message in messages
+        for part in message.parts
+    ]
+    parts = [part for content in contents for part in content if isinstance(part, MediaPart)]
+    kinds = ", ".join(sorted({part.kind for part in parts}))
+    return [f"messages: placeholders stand for content of type {kinds}"] if kinds else []
+
+
 def call_places(messages: Sequence[Message]) -> dict[Place, Place]:
     """Return the place of the call of each result, by the result's place.
 

@@ -10,7 +10,15 @@ from functools import cached_property
 from typing import Any
 
 from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
-from kvkeep.chat.messages import Chat, Message, ToolCall, ToolResult, call_places, content_text
+from kvkeep.chat.messages import (
+    Chat,
+    Message,
+    ToolCall,
+    ToolResult,
+    call_places,
+    content_text,
+    media_warnings,
+)
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
 from kvkeep.chat.prefill import open_reasoning, write_prefill
@@ -124,7 +132,8 @@ class ChatRenderer:
             text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
         ids = self._codec.encode(text)
-        return RenderedPrompt(text, ids, in_reasoning, tuple(warnings))
+        all_warnings = (*media_warnings(chat.messages), *warnings)
+        return RenderedPrompt(text, ids, in_reasoning, all_warnings)
 
     def new_call_id(self) -> str:
         """Return an id for a call, in the form that the template takes."""

@@ -1,16 +1,72 @@
-"""The grammar of an answer that is either JSON by a schema or calls of tools."""
+"""The grammar of an answer: of a forced call, of JSON by a schema, or of either JSON or calls."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkeep.chat.messages import Tool
+from kvkeep.chat.messages import Chat, Tool
+from kvkeep.chat.renderer import RenderedPrompt
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.server.call_grammar import WRITABLE, AllowedCalls, write_calls
-from kvkeep.server.grammar import ANY_OBJECT, Grammar
+from kvkeep.server.call_grammar import WRITABLE, AllowedCalls, forced_call_schema, write_calls
+from kvkeep.server.grammar import ANY_OBJECT, Grammar, compile_grammar
 from kvkeep.server.lark_rules import LarkRules, compact_json, json_value
+from kvkeep.server.reasoning_budget import reasoning_constraint
+from kvkeep.session.sampling import Constraint
+
+
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """The grammar of the answers to a conversation; None for any text.
+
+    schema_calls: with a schema, the tools whose calls may be bare JSON; see `OutputReader`.
+    has_header: whether the grammar includes the header of the answer's channel, if any.
+    """
+
+    grammar: Grammar | None = None
+    schema_calls: frozenset[str] | None = None
+    has_header: bool = False
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The parts of the schemas that are not followed, in words."""
+        return self.grammar.warnings if self.grammar else ()
+
+    def constraint(
+        self, model: Model, prompt: RenderedPrompt, reasoning_budget: int | None = None
+    ) -> Constraint | None:
+        """Return the constraint of one generation, or None. Reasoning before an answer is free.
+
+        reasoning_budget: the most tokens of reasoning; None for any number.
+        """
+        return reasoning_constraint(
+            model.text,
+            model.renderer.output_format,
+            prompt.starts_in_reasoning,
+            reasoning_budget,
+            self.grammar and self.grammar.copy(),
+            model.end_token_ids,
+            self.has_header,
+        )
+
+
+def compile_answer(
+    model: Model, chat: Chat, schema: Mapping[str, Any] | None = None, gbnf: str | None = None
+) -> AnswerGrammar:
+    """Compile the grammar of a forced call, of a JSON schema or of GBNF; a large one takes seconds.
+
+    Besides an answer by a schema, calls of the tools stay possible. Raises InvalidArgument for an
+    invalid schema or grammar, or for a combination of them.
+    """
+    tools = chat.callable_tools
+    if chat.choice.mode == "required":
+        return AnswerGrammar(compile_grammar(model, forced_call_schema(tools), gbnf))
+    if schema is None or gbnf or not tools:
+        no_calls = None if schema is None else frozenset[str]()
+        return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls)
+    grammar, bare_names = compile_answer_or_calls(model, schema, tools)
+    return AnswerGrammar(grammar, bare_names, has_header=True)
 
 
 def compile_answer_or_calls(

@@ -7,13 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.chat.messages import Chat, MediaPart, ToolResult
+from kvkeep.chat.messages import Chat
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
-from kvkeep.server.answer_grammar import compile_answer_or_calls
-from kvkeep.server.call_grammar import forced_call_schema
-from kvkeep.server.grammar import Grammar, compile_grammar
-from kvkeep.server.reasoning_budget import reasoning_constraint
+from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
@@ -84,44 +81,17 @@ class ChatInput:
         schema or grammar, or for a combination of them.
         """
         model = self.context.service.model
-        grammar, schema_calls = await to_thread(self._compile, schema, gbnf)
-        self.context.notices.warn(*(grammar.warnings if grammar else ()))
-        constraints = [
-            reasoning_constraint(
-                self.context.tokenizer,
-                self.renderer.output_format,
-                self.prompt.starts_in_reasoning,
-                reasoning_budget,
-                grammar and grammar.copy(),
-                model.end_token_ids,
-                self._may_call_beside(schema),
-            )
-            for _ in samplings
-        ]
-        pairs = zip(samplings, constraints, strict=True)
+        answer = await to_thread(compile_answer, model, self.chat, schema, gbnf)
+        self.context.notices.warn(*answer.warnings)
         return (
-            replace(self, schema_calls=schema_calls),
-            [replace(sampling, constraint=constraint) for sampling, constraint in pairs],
+            replace(self, schema_calls=answer.schema_calls),
+            [
+                replace(
+                    sampling, constraint=answer.constraint(model, self.prompt, reasoning_budget)
+                )
+                for sampling in samplings
+            ],
         )
-
-    def _may_call_beside(self, schema: Mapping[str, Any] | None) -> bool:
-        """Whether the answer follows a schema, or calls tools instead."""
-        return schema is not None and not self.forced and bool(self.chat.callable_tools)
-
-    def _compile(
-        self, schema: Mapping[str, Any] | None, gbnf: str | None
-    ) -> tuple[Grammar | None, frozenset[str] | None]:
-        """Compile the answer's grammar, if any; for a large one this takes seconds.
-
-        Returns it, and the value of `schema_calls`.
-        """
-        model, tools = self.context.service.model, self.chat.callable_tools
-        if self.forced:
-            return compile_grammar(model, forced_call_schema(tools), gbnf), None
-        if schema is None or gbnf or not tools:
-            no_calls = None if schema is None else frozenset[str]()
-            return compile_grammar(model, schema, gbnf), no_calls
-        return compile_answer_or_calls(model, schema, tools)
 
     def new_reader(self) -> OutputReader:
         """Return a reader for one generation's answer."""
@@ -147,17 +117,5 @@ async def chat_input(
     """
     renderer = context.service.model.renderer
     prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
-    context.notices.warn(*_media_warnings(chat), *prompt.warnings)
+    context.notices.warn(*prompt.warnings)
     return ChatInput(chat, prompt, renderer, context)
-
-
-def _media_warnings(chat: Chat) -> list[str]:
-    """Return a warning if the conversation has content other than text."""
-    contents = [
-        part.content if isinstance(part, ToolResult) else (part,)
-        for message in chat.messages
-        for part in message.parts
-    ]
-    parts = [part for content in contents for part in content if isinstance(part, MediaPart)]
-    kinds = ", ".join(sorted({part.kind for part in parts}))
-    return [f"messages: placeholders stand for content of type {kinds}"] if kinds else []

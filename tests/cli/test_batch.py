@@ -23,6 +23,7 @@ from kvkeep.engine.reuse import Reuse
 from kvkeep.model import Model
 
 SYSTEM = "You answer in one word, and you never explain. " * 50
+HELLO = [{"role": "user", "content": "Hello"}]
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "What is two and two?")
 
 
@@ -187,8 +188,11 @@ def test_failed_requests_are_reported_and_retried(
         ('{"prompt": 5}', "the prompt must be text"),
         ('{"prompt": "x", "n": 2}', "n is not supported in a batch"),
         ('{"prompt": "x", "functions": [{}]}', "functions is not supported"),
-        ('{"prompt": "x", "reasoning_effort": 5}', "reasoning_effort must be text"),
-        ('{"prompt": "x", "chat_template_kwargs": 5}', "chat_template_kwargs must be an object"),
+        ('{"messages": [], "reasoning_effort": 5}', "reasoning_effort must be text"),
+        ('{"messages": [], "chat_template_kwargs": 5}', "chat_template_kwargs must be an object"),
+        ('{"messages": [], "response_format": "json"}', "response_format must be an object"),
+        ('{"prompt": "x", "response_format": {"type": "json_object"}}', "beside a prompt"),
+        ('{"prompt": "x", "tools": []}', "tools is not supported in a batch beside a prompt"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
         ('{"prompt": "x", "stop": 5}', "stop must be text"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "url"),
@@ -216,6 +220,10 @@ def test_invalid_requests_are_refused_before_the_model_loads(
         {"top_p": "x"},
         {"messages": [], "tools": []},
         {"prompt": ""},
+        {"messages": HELLO, "response_format": {"type": "xml"}},
+        {"messages": HELLO, "response_format": {"type": "json_schema"}},
+        {"messages": HELLO, "response_format": {"type": 5}},
+        {"messages": HELLO, "response_format": {"type": "json_object", "schema": {"type": "no"}}},
     ],
 )
 def test_requests_that_the_model_cannot_answer_are_refused_at_the_start(
@@ -252,10 +260,11 @@ def test_disabled_reasoning_ends_at_once(
 ) -> None:
     begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
     request = BatchRequest("a", "line 1", {"messages": begun, **fields}, is_chat=True)
-    sampling = request.prepare(smollm2, Sampling(), 8).generation_request.sampling
-    assert (sampling.constraint is None) == reasons
-    if sampling.constraint:
-        allowed = sampling.constraint.masked(torch.zeros(smollm2.text.vocab_size)) == 0
+    prepared = request.prepare(smollm2, Sampling(), 8)
+    constraint = prepared.constrained_request().sampling.constraint
+    assert (constraint is None) == reasons
+    if constraint:
+        allowed = constraint.masked(torch.zeros(smollm2.text.vocab_size)) == 0
         assert allowed.nonzero()[0].tolist() == smollm2.text.encode("</think>")[:1]
 
 
@@ -335,3 +344,42 @@ def test_chat_with_tools_is_answered_with_calls(smollm2: Model) -> None:
     line = answer.result_line("m")
     assert line["text"].strip() == "Wait."
     assert line["tool_calls"] == [call]
+
+
+def test_answers_follow_their_schemas_and_required_calls(invoke: Invoke, tmp_path: Path) -> None:
+    """Also several answers at once by one schema; `null` and a format of text change nothing."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    by_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "choose", "parameters": schema}}
+    bodies = [
+        {"response_format": by_schema},
+        {"response_format": by_schema, "messages": [{"role": "user", "content": "Bye"}]},
+        {"tools": [tool], "tool_choice": "required"},
+        {"response_format": {"type": "text"}, "n": None, "logprobs": None, "max_tokens": 2},
+    ]
+    lines = [{"messages": HELLO, "max_tokens": 60, **body} for body in bodies]
+    out = tmp_path / "out.jsonl"
+    done = invoke("batch", written(tmp_path / "in.jsonl", lines), "-o", out)
+    assert done.exit_code == 0, done.stderr
+    answers = {entry["id"]: entry for entry in results(out)}
+    for name in ("1", "2"):
+        assert json.loads(answers[name]["text"])["a"] in ("yes", "no")
+        assert "tool_calls" not in answers[name]
+    (call,) = answers["3"]["tool_calls"]
+    assert call["function"]["name"] == "choose"
+    assert json.loads(call["function"]["arguments"])["a"] in ("yes", "no")
+    assert answers["4"]["finish_reason"] == "length"
+
+
+def test_parts_of_requests_that_the_model_cannot_get_are_named(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, image]}]
+    body = {"messages": messages, "tools": [{"type": "web_search"}], "max_tokens": 1}
+    source = written(tmp_path / "in.jsonl", [body, body])
+    done = invoke("batch", source, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert "line 1 (and 1 other request): messages: placeholders stand for" in done.stderr
+    assert "line 1 (and 1 other request): tools.web_search is ignored" in done.stderr
+    assert "placeholders" not in invoke("batch", source, "-o", tmp_path / "out2", "-q").stderr

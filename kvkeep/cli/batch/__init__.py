@@ -67,7 +67,7 @@ def batch(
         assert folder is not None
         assert question is not None
         requests = read_folder(folder, question, system)
-    from kvkeep.cli.batch.run import BatchReport, open_results, run_batch
+    from kvkeep.cli.batch.run import BatchReport, open_results, run_batch, say_warnings
 
     with open_results(out, requests, again) as results:
         remaining = [r for r in requests if r.digest not in results.answered_digests]
@@ -77,6 +77,8 @@ def batch(
             # With a fixed seed, so that a resumed batch samples the same.
             sampling = settings.sampling.resolve(model.default_sampling, saved_seed=0)
             prepared = [request.prepare(model, sampling, max_tokens) for request in remaining]
+            if not output.quiet:
+                say_warnings(prepared)
             generation_requests = [request.generation_request for request in prepared]
             _require_memory(model, settings, generation_requests, memory_bytes)
             with _open_engine(model, settings, memory_bytes, at_once) as engine:

@@ -13,9 +13,8 @@ from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
-    from kvkeep.chat.output_reader import OutputReader
+    from kvkeep.cli.batch.chat_prompt import ChatPrompt
     from kvkeep.engine import GenerationRequest
-    from kvkeep.session.sampling import Constraint
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _SAMPLING_FIELDS = (
@@ -23,9 +22,14 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
-_CHAT_FIELDS = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
-_OTHER_FIELDS = (*_CHAT_FIELDS, "prompt", "stop", "model", "user", "id", "metadata")
-_SUPPORTED_FIELDS = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
+_OTHER_FIELDS = ("stop", "model", "user", "id", "metadata")
+_COMMON_FIELDS = {*_SAMPLING_FIELDS, *_MAX_TOKENS_FIELDS, *_OTHER_FIELDS}
+_PROMPT_FIELDS = {*_COMMON_FIELDS, "prompt"}
+_CHAT_FIELDS = {
+    *_COMMON_FIELDS,
+    *("messages", "tools", "tool_choice", "response_format"),
+    *("reasoning_effort", "chat_template_kwargs"),
+}
 # Fields accepted only with their default value.
 _DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "echo": False}
 
@@ -55,55 +59,21 @@ class BatchRequest:
         self, model: "Model", default_sampling: "Sampling", default_max_tokens: int
     ) -> "PreparedRequest":
         """Return the request with its prompt. The defaults are for fields that the body lacks."""
+        from kvkeep.cli.batch.chat_prompt import render_chat
         from kvkeep.engine import GenerationRequest
 
         body = self.body
         try:
-            sampling, reader = self._sampling_parameters(default_sampling), None
-            if self.is_chat:
-                ids, reader, constraint = self._chat_prompt(model)
-                sampling = replace(sampling, constraint=constraint)
-            else:
-                ids = model.text.encode(body["prompt"])
+            chat = render_chat(model, body) if self.is_chat else None
+            ids = model.text.encode(body["prompt"]) if chat is None else chat.prompt.ids
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
             limit = model.spec.max_positions if limit < 0 else limit  # -1: no limit
-            return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), reader)
+            sampling = self._sampling_parameters(default_sampling)
+            return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), chat)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error
-
-    def _chat_prompt(self, model: "Model") -> "tuple[list[int], OutputReader, Constraint | None]":
-        """Return the prompt of the messages, and a reader and a constraint for the answer."""
-        from kvkeep.chat.openai_chat import parse_chat
-        from kvkeep.chat.output_reader import OutputReader
-        from kvkeep.chat.renderer import RenderOptions
-        from kvkeep.server.reasoning_budget import reasoning_constraint
-
-        chat, renderer = parse_chat(self.body), model.renderer
-        if chat.choice.mode == "required":
-            raise InvalidArgument("tool_choice must be auto or none in a batch")
-        effort = self.body.get("reasoning_effort")
-        variables = self.body.get("chat_template_kwargs") or {}
-        options = RenderOptions(reasoning_effort=effort, template_kwargs=variables)
-        prompt = renderer.render(chat, options)
-        reader = OutputReader(
-            renderer.output_format,
-            chat.callable_tools,
-            renderer.new_call_id,
-            prompt.starts_in_reasoning,
-            control_text=model.text.control_text,
-        )
-        reasons = effort != "none" and variables.get("enable_thinking") is not False
-        constraint = reasoning_constraint(
-            model.text,
-            renderer.output_format,
-            prompt.starts_in_reasoning,
-            None if reasons else 0,
-            None,
-            model.end_token_ids,
-        )
-        return prompt.ids, reader, constraint
 
     def _sampling_parameters(self, default: "Sampling") -> "Sampling":
         from kvkeep.session.default_sampling import with_parameters
@@ -121,11 +91,19 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request with its prompt. reader: reads the answer of a chat, None for another prompt."""
+    """A request with its prompt. chat: None for a prompt without messages."""
 
     request: BatchRequest
     generation_request: "GenerationRequest"
-    reader: "OutputReader | None"
+    chat: "ChatPrompt | None" = None
+
+    def constrained_request(self) -> "GenerationRequest":
+        """Return the request of one generation, with a constraint of its own if it needs one."""
+        constraint = self.chat.new_constraint() if self.chat else None
+        request = self.generation_request
+        if constraint is None:
+            return request
+        return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
@@ -190,16 +168,19 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
         raise InvalidArgument(f"{location}: needs messages or a prompt")
     if not is_chat and not isinstance(body["prompt"], str):
         raise InvalidArgument(f"{location}: the prompt must be text")
+    supported = _CHAT_FIELDS if is_chat else _PROMPT_FIELDS
     for name, value in body.items():
-        if name not in _SUPPORTED_FIELDS and (
-            name not in _DEFAULT_ONLY_FIELDS
-            or (value or _DEFAULT_ONLY_FIELDS[name]) != _DEFAULT_ONLY_FIELDS[name]
-        ):
-            raise InvalidArgument(f"{location}: {name} is not supported in a batch; leave it out")
+        is_default = name in _DEFAULT_ONLY_FIELDS and value == _DEFAULT_ONLY_FIELDS[name]
+        if name not in supported and value is not None and not is_default:
+            of_prompts = "" if is_chat or name not in _CHAT_FIELDS else " beside a prompt"
+            raise InvalidArgument(
+                f"{location}: {name} is not supported in a batch{of_prompts}; leave it out"
+            )
     if not isinstance(body.get("reasoning_effort"), str | None):
         raise InvalidArgument(f"{location}: reasoning_effort must be text")
-    if not isinstance(body.get("chat_template_kwargs"), dict | None):
-        raise InvalidArgument(f"{location}: chat_template_kwargs must be an object")
+    for name in ("chat_template_kwargs", "response_format"):
+        if not isinstance(body.get(name), dict | None):
+            raise InvalidArgument(f"{location}: {name} must be an object")
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
         if limit is not None and (not isinstance(limit, int) or limit < -1 or not limit):

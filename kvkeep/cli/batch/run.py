@@ -5,12 +5,14 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvkeep.cli.batch.requests import BatchRequest, PreparedRequest
 from kvkeep.cli.options import OutputOptions
@@ -25,6 +27,9 @@ from kvkeep.engine import (
 )
 from kvkeep.errors import InvalidArgument, Locked, NoRoom
 from kvkeep.storage.files.atomic import write_atomic
+
+if TYPE_CHECKING:
+    from kvkeep.chat.output_reader import OutputReader
 
 _EXTRA_FIELDS = ("reasoning_content", "tool_calls")  # of a message, in results of another format
 
@@ -98,6 +103,11 @@ class BatchAnswer:
     finished: Finished | None = None  # the last event
     error: BaseException | None = None
 
+    @cached_property
+    def reader(self) -> "OutputReader | None":
+        """The reader of a chat's answer; None for another prompt."""
+        return self.prepared.chat.new_reader() if self.prepared.chat else None
+
     def result_line(self, model: str) -> dict[str, Any]:
         """Return the line for the results file, in OpenAI's format for OpenAI requests."""
         request = self.prepared.request
@@ -137,7 +147,7 @@ class BatchAnswer:
     def append(self, event: GeneratedToken | Finished) -> None:
         """Append the text of an event."""
         self.text += event.text
-        if reader := self.prepared.reader:
+        if reader := self.reader:
             reader.push(event.pieces if isinstance(event, GeneratedToken) else [event.text])
             if isinstance(event, Finished):
                 reader.finish()
@@ -146,9 +156,9 @@ class BatchAnswer:
         """Return the answer as OpenAI's message: its text, reasoning and calls."""
         from kvkeep.chat.openai_chat import format_output
 
-        if self.prepared.reader is None:
+        if self.reader is None:
             return {"role": "assistant", "content": self.text}
-        return format_output(self.prepared.reader.output)
+        return format_output(self.reader.output)
 
 
 @dataclass
@@ -190,6 +200,17 @@ class BatchReport:
             write_atomic(output.report, f"{text}\n".encode())
         if not output.quiet:
             say(self.closing_line())
+
+
+def say_warnings(requests: Sequence[PreparedRequest]) -> None:
+    """Print what of the requests is not followed: each warning once, with its first request."""
+    prepared = [(request, request.chat.warnings if request.chat else ()) for request in requests]
+    counts = Counter(warning for _, warnings in prepared for warning in set(warnings))
+    for request, warnings in prepared:
+        for warning in warnings:
+            if count := counts.pop(warning, 0):
+                others = f" (and {plural(count - 1, 'other request')})" if count > 1 else ""
+                say(f"{request.request.location}{others}: {warning}")
 
 
 def run_batch(
@@ -239,7 +260,7 @@ def _complete_answers(
         if waiting and prefilling_answer is None and running < max_running:
             answer = BatchAnswer(waiting[-1])
             try:
-                request = waiting[-1].generation_request
+                request = waiting[-1].constrained_request()
                 engine.submit(request, listener=listener_for(answer)).result()
             except Exception as error:
                 if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
