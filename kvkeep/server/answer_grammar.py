@@ -61,7 +61,7 @@ def compile_answer(
     """
     tools = chat.callable_tools
     if chat.choice.mode == "required":
-        return AnswerGrammar(compile_grammar(model, forced_call_schema(tools), gbnf))
+        return AnswerGrammar(_compile_forced_call(model, tools, gbnf))
     if schema is None or gbnf or not tools:
         no_calls = None if schema is None else frozenset[str]()
         return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls)
@@ -97,14 +97,32 @@ def compile_answer_or_calls(
             text = f'{rules.marker("<|channel|>")} "final" {rules.marker("<|message|>")} {text}'
         return Grammar.from_lark(model, rules.text(f"{rules.add(text)} | {calls}"))
 
+    grammar = _first_supported(model, tools, compiled)
+    grammar.warnings = (*answer.warnings, *grammar.warnings)
+    return grammar, bare_names
+
+
+def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) -> Grammar | None:
+    """Compile the grammar of one call. Parameters that are not supported are free."""
+    if gbnf:
+        return compile_grammar(model, forced_call_schema(tools), gbnf)  # raises
+    return _first_supported(
+        model, tools, lambda tools: Grammar.from_schema(model, forced_call_schema(tools))
+    )
+
+
+def _first_supported(
+    model: Model, tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
+) -> Grammar:
+    """Return the grammar of the tools, with as many constraints of their arguments as possible."""
     for usable_tools, warnings in _less_and_less_constrained(model, tools):
         try:
             grammar = compiled(usable_tools)
         except InvalidArgument as error:
             problem = error
         else:
-            grammar.warnings = (*answer.warnings, *warnings)
-            return grammar, bare_names
+            grammar.warnings = tuple(dict.fromkeys((*grammar.warnings, *warnings)))
+            return grammar
     raise problem
 
 

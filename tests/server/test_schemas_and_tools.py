@@ -177,3 +177,17 @@ def test_each_choice_follows_the_schema_for_itself(server: RunningServer) -> Non
         response = client.post("/v1/chat/completions", json=body("", **fields)).json()
     for choice in response["choices"]:
         assert json.loads(choice["message"]["content"])["n"] in (1, 22, 333)
+
+
+def test_a_required_call_is_free_where_parameters_are_not_supported(server: RunningServer) -> None:
+    """The call's name, and the arguments of other tools, stay constrained."""
+    number = {"type": "integer", "minimum": -(10**30), "maximum": 10**300}
+    huge = {"type": "object", "properties": {"n": number}}
+    functions = [{"name": "huge", "parameters": huge}, {"name": "weather", "parameters": CITY}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    fields = {"tools": tools, "tool_choice": "required", "max_tokens": 4}
+    with server.client() as client:
+        response = client.post("/v1/chat/completions", json=body("", **fields))
+    assert response.status_code == 200, response.text
+    assert "the parameters of huge are not followed" in response.headers["X-Kvkeep-Warning"]
+    assert "weather" not in response.headers["X-Kvkeep-Warning"]
