@@ -95,9 +95,13 @@ class ScriptedEngine(Engine):
         listener: Listener | None = None,
         revision: int | None = None,
     ) -> Future[list[Generation]]:
-        assert isinstance(request, GenerationRequest)
-        request = replace(request, sampling=self._scripted(request, request.sampling))
-        return super().submit(request, session, owner, listener, revision)
+        if callable(request):  # made at admission
+            made = request
+            return super().submit(
+                lambda record: self._scripted_request(made(record)),
+                *(session, owner, listener, revision),
+            )
+        return super().submit(self._scripted_request(request), session, owner, listener, revision)
 
     def submit_many(
         self,
@@ -108,6 +112,9 @@ class ScriptedEngine(Engine):
     ) -> Future[list[Generation]]:
         scripted = [self._scripted(request, sampling) for sampling in samplings]
         return super().submit_many(request, scripted, owner, listeners)
+
+    def _scripted_request(self, request: GenerationRequest) -> GenerationRequest:
+        return replace(request, sampling=self._scripted(request, request.sampling))
 
     def _scripted(self, request: GenerationRequest, sampling: Sampling) -> Sampling:
         answer = self._write(self.model.text.decode(request.prompt))

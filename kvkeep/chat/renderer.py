@@ -13,6 +13,7 @@ from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
 from kvkeep.chat.messages import (
     Chat,
     Message,
+    TextPart,
     ToolCall,
     ToolResult,
     call_places,
@@ -21,6 +22,7 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
 from kvkeep.errors import InvalidArgument, UnsupportedModel
@@ -134,6 +136,19 @@ class ChatRenderer:
         ids = self._codec.encode(text)
         all_warnings = (*media_warnings(chat.messages), *warnings)
         return RenderedPrompt(text, ids, in_reasoning, all_warnings)
+
+    def new_reader(self) -> OutputReader:
+        """Return a reader for an answer without calls, from where the template's text ends on."""
+        return OutputReader(
+            self.output_format,
+            starts_in_reasoning=self._starts_in_reasoning,
+            control_text=self._codec.control_text,
+        )
+
+    @cached_property
+    def _starts_in_reasoning(self) -> bool:
+        """Whether the template itself begins the reasoning of each answer."""
+        return self.render(Chat((Message("user", (TextPart("-"),)),))).starts_in_reasoning
 
     def new_call_id(self) -> str:
         """Return an id for a call, in the form that the template takes."""

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Never
@@ -31,6 +31,17 @@ class Throughput:
     @property
     def tokens_per_s(self) -> float | None:
         return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+@dataclass(frozen=True)
+class AnswerDisplay:
+    """The text of an answer in another form than the model's.
+
+    pieces: generates it. text_of: returns all of it, of pieces as of `TextStream.push_pieces`.
+    """
+
+    pieces: Iterator[str]
+    text_of: Callable[[Sequence[str | int]], str]
 
 
 class SessionRun:
@@ -68,19 +79,20 @@ class SessionRun:
         sampling: Sampling,
         ignore_eos: bool = False,
         printer: TextPrinter | None = None,
+        display: AnswerDisplay | None = None,
     ) -> str:
         """Generate text and print it, by default unchanged; return the finish reason."""
         start, printer = len(self.session.tokens), printer or TextPrinter()
+        stream = self.session.stream(max_tokens, sampling, ignore_eos)
+        pieces, text_of = (display.pieces, display.text_of) if display else (stream, _text_of)
         with self.measuring(self.decode):
             try:
-                for piece in self.session.stream(max_tokens, sampling, ignore_eos):
+                for piece in pieces:
                     printer.write(piece)
             except KeyboardInterrupt:
                 # The last token is in the cache, so its text must be printed, too.
-                tokens = self.session.tokens
-                context = tokens[max(0, start - CONTEXT_TOKENS) : start]
-                stream = TextStream(self.model.text, sampling.stop, context)
-                text = stream.push_and_flush(tokens[start:])
+                written = self._pieces_since(start, sampling.stop)
+                text = text_of(written)
                 with suppress(OSError):
                     printer.write(text[printer.written_characters :])
                 raise
@@ -89,6 +101,14 @@ class SessionRun:
                     with suppress(OSError):
                         printer.end()
         return self.session.finish_reason or "length"
+
+    def _pieces_since(self, start: int, stop: tuple[str, ...]) -> list[str | int]:
+        """Return the text of the tokens from `start` on, with the ids of control tokens in it."""
+        tokens = self.session.tokens
+        context = tokens[max(0, start - CONTEXT_TOKENS) : start]
+        stream = TextStream(self.model.text, stop, context)
+        pieces = [piece for token in tokens[start:] for piece in stream.push_pieces(token)]
+        return [*pieces, stream.flush()]
 
     def token_progress_bar(self, total: int, label: str) -> "tqdm[Never]":
         """Return a progress bar over tokens; it appears after 0.3 s."""
@@ -181,6 +201,10 @@ class SessionRun:
             "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
             "finish_reason": finish_reason,
         }
+
+
+def _text_of(pieces: Sequence[str | int]) -> str:
+    return "".join(piece for piece in pieces if isinstance(piece, str))
 
 
 def _closing_line(summary: Mapping[str, Any]) -> str:

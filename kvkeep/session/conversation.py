@@ -1,13 +1,15 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
+from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.session import decoding
 from kvkeep.session.rendering import (
     common_prefix_length,
     encode_pieces,
@@ -178,12 +180,22 @@ class Conversation:
     ) -> Iterator[str]:
         """Prefill a user's message, then yield the text of the answer as it is generated.
 
-        The answer ends at an end token, after `max_tokens`, or as `sampling` says; a caller that
-        stops iterating ends it there. sampling: None for the model's `default_sampling`.
+        Without the model's reasoning, which `events` has too. The answer ends at an end token,
+        after `max_tokens`, or as `sampling` says; a caller that stops iterating ends it there.
+        sampling: None for the model's `default_sampling`.
 
         An interrupt or error during the prefill takes the message back, unless older tokens were
         evicted for it. Raises InvalidArgument and ContextFull as `Session.feed`.
         """
+        with closing(self.events(question, max_tokens, sampling)) as events:
+            for event in events:
+                if isinstance(event, TextDelta):
+                    yield event.text
+
+    def events(
+        self, question: str, max_tokens: int | None = None, sampling: "Sampling | None" = None
+    ) -> Generator[OutputEvent, None, None]:
+        """Answer a user's message as `stream`; yield the text and the reasoning as events."""
         validation.text("question", question)
         if self.is_open:
             self.end_turn()  # of an answer that was cut off
@@ -197,9 +209,30 @@ class Conversation:
         self.name_turn(question, len(ids))
         sampling = sampling or self.session.core.model.default_sampling
         try:
-            yield from self.session.stream(max_tokens, sampling)
+            yield from self.read_answer(max_tokens, sampling)
         finally:
             self.end_turn()
+
+    def read_answer(
+        self, max_tokens: int | None, sampling: "Sampling"
+    ) -> Generator[OutputEvent, None, None]:
+        """Generate the newest turn's answer, whose prompt is evaluated; yield its events.
+
+        An error is raised once the events of all tokens in the session were yielded.
+        """
+        core = self.session.core
+        reader = core.model.renderer.new_reader()
+        stream = decoding.stream_pieces(core, max_tokens, sampling, self._eos_token_ids)
+        with closing(stream):
+            try:
+                for pieces in stream:
+                    yield from reader.push(pieces)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                yield from reader.finish()
+                raise
+        yield from reader.finish()
 
     def say(
         self, question: str, max_tokens: int | None = None, sampling: "Sampling | None" = None

@@ -1,7 +1,8 @@
 """Sampling tokens from a session, and streaming their text."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -64,19 +65,30 @@ def stream_text(
 
     An error is raised once the text of all tokens in the session was yielded.
     """
+    with closing(stream_pieces(core, max_tokens, sampling, end_ids)) as stream:
+        for pieces in stream:
+            if text := "".join(piece for piece in pieces if isinstance(piece, str)):
+                yield text
+
+
+def stream_pieces(
+    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+) -> Generator[list[str | int], None, None]:
+    """Sample tokens as `stream_text`; yield their text with the ids of control tokens in it."""
     context_ids, core.finish_reason, yielded_length = core.memory.tokens, None, 0
     try:
-        for piece in _stream_pieces(core, max_tokens, sampling, end_ids):
-            yielded_length += len(piece)
-            if piece:
-                yield piece
+        for pieces in _stream_pieces(core, max_tokens, sampling, end_ids):
+            yielded_length += _length(pieces)
+            yield pieces
     except GeneratorExit:
         raise
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
         text_stream = TextStream(core.model.text, sampling.stop, context_ids)
-        text = text_stream.push_and_flush(core.memory.tokens[len(context_ids) :])
-        if not_yielded := text[yielded_length:]:
+        ids = core.memory.tokens[len(context_ids) :]
+        all_pieces = [piece for token in ids for piece in text_stream.push_pieces(token)]
+        all_pieces.append(text_stream.flush())
+        if not_yielded := _without_first(all_pieces, yielded_length):
             try:
                 yield not_yielded
             except GeneratorExit:
@@ -87,15 +99,15 @@ def stream_text(
 
 def _stream_pieces(
     core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
-) -> Iterator[str]:
-    """Yield pieces of text that are certain, and set the core's `finish_reason` at the end."""
+) -> Iterator[list[str | int]]:
+    """Yield pieces that are certain, and set the core's `finish_reason` at the end."""
     text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens)
     for _ in itertools.count() if max_tokens is None else range(max_tokens):
         token = next_token(core, sampling)
         if token in end_ids:
             core.finish_reason = "eos"
             break
-        yield text_stream.push(token)
+        yield text_stream.push_pieces(token)
         if text_stream.stopped:
             core.finish_reason = "stop"
             return
@@ -103,7 +115,25 @@ def _stream_pieces(
             core.finish_reason = "eos"
             break
     core.finish_reason = core.finish_reason or "length"
-    yield text_stream.flush()
+    yield [text_stream.flush()]
+
+
+def _length(pieces: Sequence[str | int]) -> int:
+    """Return the number of characters and control tokens."""
+    return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)
+
+
+def _without_first(pieces: Sequence[str | int], count: int) -> list[str | int]:
+    """Return the pieces without their first `count` characters and control tokens."""
+    rest = list[str | int]()
+    for piece in pieces:
+        length = _length([piece])
+        if count >= length:
+            count -= length
+        else:
+            rest.append(piece[count:] if isinstance(piece, str) else piece)
+            count = 0
+    return rest
 
 
 def _failure_reason(error: BaseException) -> str:

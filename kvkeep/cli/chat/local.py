@@ -1,15 +1,17 @@
 """`kvkeep chat` with a session in this process."""
 
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kvkeep.chat.quoted_reasoning import QuotedReasoning
 from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.output import plural, say
-from kvkeep.cli.run import SessionRun
+from kvkeep.cli.run import AnswerDisplay, SessionRun
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import open_session_store
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked, StoreError
@@ -160,8 +162,18 @@ class LocalChat(ChatLoop):
             raise
 
     def _generate(self) -> None:
-        sampling = self.settings.resolved_sampling
+        """Generate the newest turn's answer, and print it with the reasoning as a quotation."""
+        conversation, quoted = self.branches.current, QuotedReasoning()
+        max_tokens, sampling = self.settings.max_tokens, self.settings.resolved_sampling
+        events = conversation.read_answer(max_tokens, sampling)
         try:
-            self.run.generate(self.settings.max_tokens, sampling, printer=self.new_printer())
+            with closing(events):
+                pieces = (quoted.push([event]) for event in events)
+                display = AnswerDisplay(pieces, self._answer_text)
+                self.run.generate(max_tokens, sampling, printer=self.new_printer(), display=display)
         finally:
-            self.branches.current.end_turn()
+            conversation.end_turn()
+
+    def _answer_text(self, pieces: Sequence[str | int]) -> str:
+        reader = self.run.model.renderer.new_reader()
+        return QuotedReasoning().push([*reader.push(pieces), *reader.finish()])

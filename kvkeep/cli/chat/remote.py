@@ -8,6 +8,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
+from kvkeep.chat.output import ReasoningDelta, TextDelta
+from kvkeep.chat.quoted_reasoning import QuotedReasoning
 from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
@@ -186,14 +188,15 @@ class RemoteChat(ChatLoop):
     def run_turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
         sampling = _sampling_parameters(self.settings)
-        printer, has_started = self.new_printer(), False
+        printer, display, has_started = self.new_printer(), QuotedReasoning(), False
         events = self._session.stream_turn(message, self._system, **sampling)
         try:
             with closing(events):
                 for name, event in events:
                     if name == "token":
                         has_started = True
-                        printer.write(event["text"])
+                        reasoning = ReasoningDelta(event.get("reasoning", ""))
+                        printer.write(display.push([reasoning, TextDelta(event["text"])]))
         except KvkeepError as error:
             if not has_started:
                 raise PrefillAborted(error) from error

@@ -1,7 +1,7 @@
 """Feeding a session, generating in it, and chat turns in it."""
 
 from asyncio import to_thread
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
@@ -12,8 +12,11 @@ from starlette.responses import Response
 
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_messages
+from kvkeep.chat.output import OutputEvent, joined_output
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import (
+    Finished,
     GeneratedToken,
     GenerationRequest,
     PrefillProgress,
@@ -112,8 +115,9 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     """
     SESSION_RULES.check(body, context.notices)
     (sampling,) = body.samplings(context.default_sampling)
-    request = partial(_turn_request, context.service.model, body, sampling)
-    return await _run(request, context, body.stream)
+    model = context.service.model
+    request = partial(_turn_request, model, body, sampling)
+    return await _run(request, context, body.stream, model.renderer.new_reader())
 
 
 def _turn_request(
@@ -167,32 +171,61 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
 
 
 async def _run(
-    request: RequestLike, context: SessionContext, as_stream: bool
+    request: RequestLike,
+    context: SessionContext,
+    as_stream: bool,
+    reader: OutputReader | None = None,
 ) -> Response | dict[str, Any]:
-    """Run a request in the session. request: may be a function of the session's record."""
+    """Run a request in the session. request: may be a function of the session's record.
+
+    reader: of a chat's answer; None for text that is returned as it is.
+    """
     stream = await context.generate(request, context.name, context.revision)
     if as_stream:
-        return sse_response(_stream_events(stream, context), error_event="error")
+        return sse_response(_stream_events(stream, context, reader), error_event="error")
     (result,) = await context.collect(stream)
-    return await _response(result, context)
+    if reader is not None:
+        for sampled in result.tokens:
+            reader.push(sampled.pieces)
+        reader.push([result.finished.text])
+        reader.finish()
+    return await _response(result, context, reader)
 
 
-async def _stream_events(stream: GenerationStream, context: SessionContext) -> AsyncIterator[bytes]:
+async def _stream_events(
+    stream: GenerationStream, context: SessionContext, reader: OutputReader | None
+) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
     async for _, event in stream:
         if isinstance(event, PrefillProgress):
             yield sse_event({"done": event.done, "total": event.total}, "read")
         elif isinstance(event, GeneratedToken):
-            yield sse_event({"token": event.token, "text": event.text}, "token")
-    yield sse_event(await _response(stream.results[0], context), "done")
+            fields = {"text": event.text} if reader is None else _read(reader.push(event.pieces))
+            yield sse_event({"token": event.token, **fields}, "token")
+        elif isinstance(event, Finished) and reader is not None:
+            rest = _read([*reader.push([event.text]), *reader.finish()])
+            if any(rest.values()):
+                yield sse_event({"token": None, **rest}, "token")  # text that was held back
+    yield sse_event(await _response(stream.results[0], context, reader), "done")
 
 
-async def _response(result: GenerationResult, context: SessionContext) -> dict[str, Any]:
+def _read(events: Sequence[OutputEvent]) -> dict[str, str]:
+    """Return the text and, if there is some, the reasoning of an answer's events."""
+    output = joined_output(events)
+    reasoning = {"reasoning": output.reasoning} if output.reasoning else {}
+    return {"text": output.text, **reasoning}
+
+
+async def _response(
+    result: GenerationResult, context: SessionContext, reader: OutputReader | None
+) -> dict[str, Any]:
     total_tokens, revision = await context.inspect(
         context.name, lambda record: (len(record.live.tokens), record.revision)
     )
+    output = None if reader is None else reader.output
     return {
-        "text": result.text,
+        "text": result.text if output is None else output.text,
+        **({"reasoning": output.reasoning} if output and output.reasoning else {}),
         "tokens": [sampled.token for sampled in result.tokens],
         "finish_reason": result.finished.reason,
         "read": result.finished.usage.prompt,

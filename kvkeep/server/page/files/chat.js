@@ -53,7 +53,8 @@ export function chat(name, newChange, selectSpan, afterTurn, signal) {
   const showEvent = (kind, event, answer) => {
     if (kind === "read") answer.dataset.reading = `prefill: ${event.done} of ${event.total} tokens`;
     else if (kind === "token") {
-      delete answer.dataset.reading;
+      if (event.reasoning) answer.dataset.reading = "reasoning";
+      else delete answer.dataset.reading;
       answer.append(event.text);
       turns.scrollTop = turns.scrollHeight;
     } else if (kind === "error") throw new Error(event.error.message);
