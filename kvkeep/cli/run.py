@@ -91,8 +91,7 @@ class SessionRun:
                     printer.write(piece)
             except KeyboardInterrupt:
                 # The last token is in the cache, so its text must be printed, too.
-                written = self._pieces_since(start, sampling.stop)
-                text = text_of(written)
+                text = text_of(self.pieces(start, len(self.session.tokens), sampling.stop))
                 with suppress(OSError):
                     printer.write(text[printer.written_characters :])
                 raise
@@ -102,12 +101,12 @@ class SessionRun:
                         printer.end()
         return self.session.finish_reason or "length"
 
-    def _pieces_since(self, start: int, stop: tuple[str, ...]) -> list[str | int]:
-        """Return the text of the tokens from `start` on, with the ids of control tokens in it."""
+    def pieces(self, start: int, end: int, stop: tuple[str, ...] = ()) -> list[str | int]:
+        """Return the text of tokens `start ... end - 1`, with the ids of control tokens in it."""
         tokens = self.session.tokens
         context = tokens[max(0, start - CONTEXT_TOKENS) : start]
         stream = TextStream(self.model.text, stop, context)
-        pieces = [piece for token in tokens[start:] for piece in stream.push_pieces(token)]
+        pieces = [piece for token in tokens[start:end] for piece in stream.push_pieces(token)]
         return [*pieces, stream.flush()]
 
     def token_progress_bar(self, total: int, label: str) -> "tqdm[Never]":

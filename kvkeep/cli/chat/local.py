@@ -169,11 +169,15 @@ class LocalChat(ChatLoop):
         try:
             with closing(events):
                 pieces = (quoted.push([event]) for event in events)
-                display = AnswerDisplay(pieces, self._answer_text)
+                display = AnswerDisplay(pieces, self._shown)
                 self.run.generate(max_tokens, sampling, printer=self.new_printer(), display=display)
         finally:
             conversation.end_turn()
 
-    def _answer_text(self, pieces: Sequence[str | int]) -> str:
+    def answer_text(self, start: int, end: int) -> str:
+        return self._shown(self.run.pieces(start, end))
+
+    def _shown(self, pieces: Sequence[str | int]) -> str:
+        """Return an answer's text with the reasoning as a quotation."""
         reader = self.run.model.renderer.new_reader()
         return QuotedReasoning().push([*reader.push(pieces), *reader.finish()])

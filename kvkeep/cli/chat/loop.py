@@ -142,18 +142,20 @@ class ChatLoop(ChatCommands):
         turns = conversation.turns
         if not turns:
             return
-        spans, tokens = conversation.session.span_ranges, conversation.session.tokens
-
-        def text_of(part: str) -> str:
-            start, end = spans.get(f"turn {turns[-1]} {part}", (0, 0))
-            return conversation.codec.decode(tokens[start:end]).strip()
-
-        say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_MAX_SHOWN_LINES]))
+        spans = conversation.session.span_ranges
+        start, end = spans.get(f"turn {turns[-1]} question", (0, 0))
+        question = conversation.codec.decode(conversation.session.tokens[start:end]).strip()
+        say("\n".join(f"> {line}" for line in question.splitlines()[:_MAX_SHOWN_LINES]))
         printer = self.new_printer()
-        printer.write(text_of("answer"))
+        printer.write(self.answer_text(*spans.get(f"turn {turns[-1]} answer", (0, 0))).strip())
         with suppress(OSError):
             printer.end()
         say("")
+
+    def answer_text(self, start: int, end: int) -> str:
+        """Return the text of an answer, tokens `start ... end - 1`, as it is shown."""
+        conversation = self.branches.current
+        return conversation.codec.decode(conversation.session.tokens[start:end])
 
     def _run_command(self, line: str) -> None:
         try:
