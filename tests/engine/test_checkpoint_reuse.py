@@ -129,7 +129,10 @@ def test_random_generations_equal_the_request_alone(name: str, disk: bool, tmp_p
 
 
 @pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
-@pytest.mark.parametrize(("family", "head_dim"), [("gemma3", 256), ("gpt-oss", 64)])
+@pytest.mark.parametrize(
+    ("family", "head_dim"),
+    [("gemma3", 256), pytest.param("gpt-oss", 64, marks=pytest.mark.extended)],
+)
 def test_concurrent_generations_equal_the_request_alone(
     family: str, head_dim: int, tmp_path: Path
 ) -> None:
