@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 import pty
+import re
 import signal
 import subprocess
 import termios
