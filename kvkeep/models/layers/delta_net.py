@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.models.layers.primitives import NamedWeights, WeightMatrix
-from kvkeep.models.layers.states import CausalConvolution, StepStates
+from kvkeep.models.layers.states import CausalConvolution, StepStates, decays_within
 from kvkeep.models.spec.state_layers import StateLayers, recurrent_state_name
 
 _CHUNK_TOKENS = 64
@@ -128,17 +128,12 @@ def _chunk(
     What each token adds to the state depends on what earlier tokens have added: a system of
     equations with a triangular matrix.
     """
-    n, decay_sums = q.shape[-2], log_decay.cumsum(-1)
-    is_later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-    log_decays = decay_sums.unsqueeze(-1) - decay_sums.unsqueeze(-2)
-    decays = log_decays.masked_fill(is_later, -torch.inf).exp()  # from earlier tokens to each one
-    from_start = decay_sums.exp().unsqueeze(-1)
+    decays, from_start, to_end = decays_within(log_decay)
     k_rated = k * rate.unsqueeze(-1)
     system = (k_rated @ k.transpose(-1, -2)) * decays  # the diagonal counts as 1
     targets = v * rate.unsqueeze(-1) - (k_rated * from_start) @ state
     added = _inverse(system) @ targets
     out = (q * from_start) @ state + (q @ k.transpose(-1, -2) * decays) @ added
-    to_end = (decay_sums[..., -1:] - decay_sums).exp().unsqueeze(-1)
     state = state * from_start[..., -1:, :] + (k * to_end).transpose(-1, -2) @ added
     return out, state
 

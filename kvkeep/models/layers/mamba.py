@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.models.layers.primitives import NamedWeights
-from kvkeep.models.layers.states import CausalConvolution, StepStates
+from kvkeep.models.layers.states import CausalConvolution, StepStates, decays_within
 from kvkeep.models.spec.state_layers import StateLayers, recurrent_state_name
 
 _CHUNK_TOKENS = 64
@@ -99,12 +99,7 @@ def _chunk(
     c: Tensor, b: Tensor, added: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Do what `_scan` does for some tokens by matrix products (the dual form, SSD)."""
-    n, decay_sums = c.shape[-2], log_decay.cumsum(-1)
-    is_later = torch.ones(n, n, dtype=torch.bool, device=c.device).triu(1)
-    log_decays = decay_sums.unsqueeze(-1) - decay_sums.unsqueeze(-2)
-    decays = log_decays.masked_fill(is_later, -torch.inf).exp()  # from earlier tokens to each one
-    from_start = decay_sums.exp().unsqueeze(-1)
+    decays, from_start, to_end = decays_within(log_decay)
     out = (c * from_start) @ state + (c @ b.transpose(-1, -2) * decays) @ added
-    to_end = (decay_sums[..., -1:] - decay_sums).exp().unsqueeze(-1)
     state = state * from_start[..., -1:, :] + (b * to_end).transpose(-1, -2) @ added
     return out, state

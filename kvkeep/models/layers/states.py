@@ -1,7 +1,7 @@
 """Layers that keep a state instead of cells, and the states of the sequences of a step.
 
 A state is replaced at each step and never written to, so that forks share it, and a step that
-fails leaves it as it was. All sums over tokens run in one order, whatever steps a text is cut into.
+fails leaves it as it was. Convolutions sum in one order, whatever steps a text is cut into.
 """
 
 import torch
@@ -99,3 +99,16 @@ def causal_convolution(inputs: Tensor, kernel: Tensor, bias: Tensor | None) -> T
     if bias is not None:
         output = output + bias.float()
     return output.to(inputs.dtype)
+
+
+def decays_within(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return by how much states fade within a chunk of n tokens. log_decay: `[..., n]`.
+
+    From each earlier token to each token, `[..., n, n]`, 0 from later ones; and from before the
+    first token to each one, and from each one to the last, both `[..., n, 1]`.
+    """
+    n, sums = log_decay.shape[-1], log_decay.cumsum(-1)
+    is_later = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).triu(1)
+    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(is_later, -torch.inf).exp()
+    to_end = (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    return between, sums.exp().unsqueeze(-1), to_end
