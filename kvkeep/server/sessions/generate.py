@@ -117,7 +117,8 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     (sampling,) = body.samplings(context.default_sampling)
     model = context.service.model
     request = partial(_turn_request, model, body, sampling)
-    return await _run(request, context, body.stream, model.renderer.new_reader())
+    reader = await to_thread(model.renderer.new_reader)  # the first one renders with the template
+    return await _run(request, context, body.stream, reader)
 
 
 def _turn_request(
