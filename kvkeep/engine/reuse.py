@@ -80,7 +80,8 @@ class Match:
     def set_token_counts(self, new_record: SessionRecord) -> None:
         """Note in the record of a session from `build_session` how its tokens were evaluated.
 
-        And to where the nearest text is the same, so that more texts can begin there.
+        The session also keeps a checkpoint where the nearest text differs: more texts may branch
+        there.
         """
         step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
         new_record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)

@@ -1,12 +1,12 @@
 """The checkpoints of a session: which are kept, within a number of bytes.
 
 A checkpoint is taken before each prompt, at the boundary of a message, and at the end of each whole
-prefill step. The newest ones are kept at every step. Further back, the tokens between two of them
-are at most as many as those from the younger one to the newest: in steps of 128, checkpoints are
-128, 256, 512, 1024, ... tokens from the newest. So a prompt that continues differently after token
-n needs not much more than the tokens after n to be evaluated again. A checkpoint at which several
-texts branch, such as the end of a system prompt, stays. If all of them take too many bytes, the
-distances grow.
+prefill step. The newest three are kept. Further back, a checkpoint is dropped if the two beside it
+are no further from each other than the younger one is from the newest: of 4,000 tokens in steps of
+128, those after 128, 1152, 2176, 2688, 3200, 3456, 3712, 3840 and 3968 tokens stay. So a prompt
+that continues differently after token n needs not much more than the tokens after n to be evaluated
+again. A checkpoint at which several texts branch, such as the end of a system prompt, stays. If all
+of them take too many bytes, the distances grow.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,6 @@ class Checkpoints:
     max_bytes: int = DEFAULT_CHECKPOINT_BYTES
     entries: tuple[Checkpoint, ...] = ()
     branch: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return checkpoint_nbytes(self.entries)
 
     def added(self, checkpoint: Checkpoint) -> "Checkpoints":
         """Return the list with a newer checkpoint, thinned."""

@@ -123,7 +123,7 @@ def test_a_model_without_a_template_for_tools_writes_hermes_form(smollm2: Model)
 
 
 def test_markers_are_tokens_where_the_vocabulary_has_them_as_text(tmp_path: Path) -> None:
-    """As those of Qwen 2.5."""
+    """Qwen 2.5 has `<tool_call>` as a token that is not special."""
     markers = ["<tool_call>", "</tool_call>"]
     model = family_model(tmp_path, ["<think>", "</think>"], text_markers=markers)
     grammar, _ = compile_answer_or_calls(model, SCHEMA, [WEATHER])

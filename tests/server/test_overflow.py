@@ -92,7 +92,7 @@ def test_a_prompt_that_does_not_fit_is_refused_in_openais_and_llamacpps_words(
 def test_the_stream_of_a_response_reports_that_the_prompt_does_not_fit(
     refusing: RunningServer,
 ) -> None:
-    """As in the hosted API, and as Codex reads it."""
+    """OpenAI's hosted API sends these events, and Codex reads the error from them."""
     request = {**body("/v1/responses", LONG), "stream": True}
     response = post(refusing, "/v1/responses", request)
     assert response.status_code == 200
