@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from kvkeep import validation
 from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.session import decoding
 from kvkeep.session.rendering import (
     common_prefix_length,
     encode_pieces,
@@ -220,9 +219,11 @@ class Conversation:
 
         An error is raised once the events of all tokens in the session were yielded.
         """
+        from kvkeep.session.decoding import stream_pieces  # imports torch
+
         core = self.session.core
         reader = core.model.renderer.new_reader()
-        stream = decoding.stream_pieces(core, max_tokens, sampling, self._eos_token_ids)
+        stream = stream_pieces(core, max_tokens, sampling, self._eos_token_ids)
         with closing(stream):
             try:
                 for pieces in stream:

@@ -32,8 +32,6 @@ def test_help_imports_no_slow_modules() -> None:
     asked = [[], ["--help"], ["--version"], *([*name.split(), "--help"] for name in commands)]
     program = f"""
 import sys
-
-import pytest
 from kvkeep.cli.main import main
 for arguments in {asked}:
     try:
