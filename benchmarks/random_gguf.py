@@ -7,7 +7,6 @@ with scales that keep activations finite. The vocabulary is synthetic: the bytes
 pairs.
 """
 
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -19,38 +18,8 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
+from benchmarks.gguf_shapes import SHAPES, Shape, add_fields, matrices, vectors
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model. inner: width of the MLP, or of each expert.
-
-    experts, used: number of experts, and of those used per token; 0: no mixture. window: of local
-    layers; 0: none.
-    """
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    architecture: str = "llama"
-    experts: int = 0
-    used: int = 0
-    window: int = 0
-
-
-SHAPES = {
-    "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, True),  # Llama 3.2 1B
-    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, False),  # Llama 3.1 8B
-    # Qwen3 30B A3B with half of its layers and experts, and those a third as wide.
-    "qwen3-moe-3b": Shape(2048, 256, 24, 32, 4, 128, 32_000, False, "qwen3moe", 64, 8),
-    # Gemma 3 1B with an eighth of its vocabulary: of 26 layers 22 are local.
-    "gemma3-1b": Shape(1152, 6912, 26, 4, 1, 256, 32_768, True, "gemma3", window=512),
-    "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
-}
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
 _SCALE_OFFSETS = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _WEIGHTS_AT_ONCE = 1 << 24  # weights
@@ -70,74 +39,21 @@ def write(path: Path, shape: Shape, kind: str) -> None:
     """Write a file; it is held in memory as a whole."""
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.inner)
-    if shape.experts:
-        writer.add_expert_count(shape.experts)
-        writer.add_expert_used_count(shape.used)
-        writer.add_expert_feed_forward_length(shape.inner)
-    if shape.window:
-        writer.add_sliding_window(shape.window)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(500_000.0)
-    writer.add_vocab_size(shape.vocabulary)
+    add_fields(writer, shape)
     _add_vocabulary(writer, shape.vocabulary)
     random = np.random.default_rng(0)
-    matrices = _matrices(shape)
-    for name, (*experts, rows, columns) in tqdm(matrices.items(), "drawing weights", disable=None):
+    drawn = tqdm(matrices(shape).items(), "drawing weights", disable=None)
+    for name, (*experts, rows, columns) in drawn:
         format_name = _format(name, kind, shape.layers)
         blocks = random_blocks(random, format_name, prod(experts) * rows, columns)
         blocks = blocks.reshape(*experts, rows, -1)
         writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[format_name])
-    for name, width in _norms(shape).items():
-        writer.add_tensor(name, np.ones(width, dtype=np.float32))
+    for name, values in vectors(shape).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=True)
     writer.close()
-
-
-def _matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
-    hidden, inner = shape.hidden, shape.inner
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    expert_dimension = (shape.experts,) if shape.experts else ()
-    suffix = "_exps" if expert_dimension else ""
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, hidden)}
-    for layer in range(shape.layers):
-        shapes |= {
-            f"blk.{layer}.{name}.weight": size
-            for name, size in {
-                "attn_q": (queries, hidden),
-                "attn_k": (keys, hidden),
-                "attn_v": (keys, hidden),
-                "attn_output": (hidden, queries),
-                **({"ffn_gate_inp": (*expert_dimension, hidden)} if expert_dimension else {}),
-                f"ffn_gate{suffix}": (*expert_dimension, inner, hidden),
-                f"ffn_up{suffix}": (*expert_dimension, inner, hidden),
-                f"ffn_down{suffix}": (*expert_dimension, hidden, inner),
-            }.items()
-        }
-    return shapes if shape.tied else shapes | {"output.weight": (shape.vocabulary, hidden)}
-
-
-def _norms(shape: Shape) -> dict[str, int]:
-    """Return the width of each norm."""
-    widths = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
-    if shape.architecture == "gemma3":
-        widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
-    if shape.architecture in ("qwen3moe", "gemma3"):
-        widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-    layer_norms = {
-        f"blk.{i}.{name}.weight": n for i in range(shape.layers) for name, n in widths.items()
-    }
-    return {**layer_norms, "output_norm.weight": shape.hidden}
 
 
 def _format(name: str, kind: str, layers: int) -> str:
@@ -149,6 +65,8 @@ def _format(name: str, kind: str, layers: int) -> str:
     base, _, mix = kind.partition("_K_")
     if not mix:
         return kind
+    if mix == "M" and "attn_qkv" in name and base in ("Q4", "Q5"):
+        return "Q5_K" if base == "Q4" else "Q6_K"
     if mix == "M" and name.startswith("blk.") and ("attn_v" in name or "ffn_down" in name):
         layer, eighth = int(name.split(".")[1]), layers // 8
         if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2:
