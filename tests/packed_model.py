@@ -45,6 +45,10 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "granite-moe": "GraniteMoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
+    "lfm2-moe": "Lfm2MoeForCausalLM",
+    "granite4-moe": "GraniteMoeHybridForCausalLM",
+    "gated-sigmoid": "Qwen3_5MoeForCausalLM",
 }
 MULTIPLIERS = {
     "embedding_multiplier": 3.7,
@@ -53,6 +57,8 @@ MULTIPLIERS = {
     "attention_multiplier": 0.15,
 }
 SEVEN = {"experts": 7, "experts_per_token": 3, "expert_size": 96}
+SIGMOID = {**SEVEN, "sigmoid_router": True}
+UNGATED = {"shared_expert_size": 160, "ungated_shared_expert": True}
 LOCAL = {"local_layers": (0, 2), "window": 20}
 NEAR = RopeSpec("default", tuple(100.0 ** (-i / 128) for i in range(128)))
 GEMMA = {
@@ -95,10 +101,16 @@ BEYOND: dict[str, dict[str, Any]] = {
     "olmoe": {**SEVEN, "experts": 18, "qk_norm_whole": True},
     "gpt-oss": {**LOCAL, **SEVEN, "norm_topk": True, "clamped_experts": True, "sinks": True},
     "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
+    # Hybrid families, here with attention in all layers.
+    "qwen3.5": {"gated_attention": True, "unit_norms": True},
+    "lfm2-moe": {**SIGMOID, "router_bias": True, "norm_topk": True, "dense_layers": (0,)},
+    "granite4-moe": {**MULTIPLIERS, **SEVEN, **UNGATED, "norm_topk": True},
+    "gated-sigmoid": {**SIGMOID, **UNGATED, "gated_attention": True, "routed_scale": 1.7},
 }
 # The rotated part of each head, and the attention factor of YaRN or longrope.
 ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19), "smollm3-yarn": (1.0, 1.3)}
-ROTATED |= dict.fromkeys(("gemma4", "gemma4-alone", "gemma4-experts"), (0.25, 1.0))
+_QUARTER = ("gemma4", "gemma4-alone", "gemma4-experts", "qwen3.5", "gated-sigmoid")
+ROTATED |= dict.fromkeys(_QUARTER, (0.25, 1.0))
 
 
 def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
@@ -133,7 +145,7 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         qkv_bias=family in ("qwen2", "qwen2-moe", "glm4", "gpt-oss"),
         output_bias=family == "gpt-oss",
         mlp_bias=False,
-        qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe", "gemma3", "qwen3.5", "lfm2-moe"),
         bos_token_id=None,
         eos_token_ids=(0,),
     )

@@ -47,7 +47,7 @@ class CMixtureOfExperts(_KernelStructure):
         ("router shared_router", CMatrix),
         ("shared", CMlp),
         ("experts", POINTER(CMlp)),
-        ("expert_scales", c_void_p),
+        ("selection_bias expert_scales", c_void_p),
         ("parallel", POINTER(CParallelExperts)),
     )
 
@@ -92,7 +92,9 @@ class CModel(_KernelStructure):
         ("layer_count group_count hidden_size mlp_size heads values_normed", c_int32),
         ("norm_eps norm_offset embedding_multiplier residual_multiplier", c_float),
         ("qk_norm_whole centred_norms parallel activation expert_count", c_int32),
-        ("experts_per_token expert_size shared_expert_size norm_topk", c_int32),
+        ("experts_per_token expert_size shared_expert_size norm_topk sigmoid_router", c_int32),
+        ("routed_scale", c_float),
+        ("gated_attention", c_int32),
         ("norm", c_void_p),
         ("per_layer", POINTER(CPerLayerEmbedding)),
         ("layers", POINTER(CLayer)),
@@ -187,7 +189,7 @@ class CSimilarity(_KernelStructure):
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
-_INTERFACE_REVISION = 9  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 10  # `kRevision` in src/decode.h
 _STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 

@@ -33,19 +33,16 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, spec.per_layer_size)
     dtype_name, widths_text = str(layout.dtype).removeprefix("torch."), ", ".join(map(str, widths))
     bad_head_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
-    has_partial_rope = any(g.head_dim != 2 * len(g.rope.inverse_frequencies) for g in groups)
+    has_other_table = any(g.head_dim != 2 * len(g.rope.inverse_frequencies) for g in groups)
     has_bad_width = any(width % GROUP_COLUMNS for width in widths)
     has_uneven_heads = any(spec.heads % group.kv_heads for group in groups)
     obstacles = [
         (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
         (spec.states, "compute no state layers: torch does, with their matrix products"),
-        (spec.gated_attention, "compute no gates on attention"),
-        (spec.sigmoid_router, "route to experts by a softmax, not by sigmoids"),
-        (spec.ungated_shared_expert, "need a gate on the shared expert"),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
-        (has_partial_rope, "need RoPE over the whole head"),
+        (has_other_table, "need a RoPE frequency for each pair of a head"),
         (has_bad_width, f"need widths that are multiples of {GROUP_COLUMNS}; found {widths_text}"),
         (has_uneven_heads, "need the same number of query heads for each KV head"),
     ]

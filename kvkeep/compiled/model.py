@@ -10,7 +10,12 @@ import torch
 
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, require
-from kvkeep.models.layers.experts import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE
+from kvkeep.models.layers.experts import (
+    EXPERT_SCALES,
+    PARALLEL_NORMS,
+    ROUTER_SCALE,
+    SELECTION_BIAS,
+)
 from kvkeep.models.layers.gemma import LAYER_PARTS, PER_LAYER_TABLE, PROJECTION, PROJECTION_NORM
 from kvkeep.models.layers.network import embedding_multiplier, per_layer_multiplier
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
@@ -20,7 +25,7 @@ from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
 _SPEC_FIELDS = (
     *("hidden_size", "heads", "values_normed", "norm_eps", "residual_multiplier", "qk_norm_whole"),
     *("centred_norms", "parallel", "experts_per_token", "expert_size", "shared_expert_size"),
-    "norm_topk",
+    *("norm_topk", "sigmoid_router", "routed_scale", "gated_attention"),
 )
 # Fields of CLayer, and the names of their matrices and norms in a layer.
 _PROJECTIONS = {
@@ -163,6 +168,9 @@ def _describe_experts(
         mixture.shared = _describe_mlp(f"{prefix}.shared_expert", describe)
     experts = [_describe_mlp(f"{prefix}.experts.{i}", describe) for i in range(num_experts)]
     mixture.experts = ctypes.cast((c.CMlp * num_experts)(*experts), ctypes.POINTER(c.CMlp))
+    if spec.router_bias:
+        bias = operands.tensors[f"{layer_prefix}{SELECTION_BIAS}"]
+        mixture.selection_bias = operands.copy_address(bias, torch.float32)
     if spec.experts_beside:
         scales = operands.tensors[f"{layer_prefix}{EXPERT_SCALES}"]
         mixture.expert_scales = operands.copy_address(scales, torch.float32)

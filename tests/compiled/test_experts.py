@@ -23,6 +23,7 @@ from kvkeep.session.session import Session
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 KINDS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "gemma4-experts"]
+KINDS += ["lfm2-moe", "gated-sigmoid"]
 TOKENS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(60)]
 
 
@@ -82,7 +83,8 @@ def test_equal_scores_choose_the_lower_indices_and_other_experts_are_not_read(
     spec = spec_of(64, kind)
     model = packed_model(spec, None)
     tensors = dict(model.decoder.tensors)
-    level = {name: 0 * x for name, x in tensors.items() if name.endswith("mlp.gate.weight")}
+    scoring = ("mlp.gate.weight", "mlp.expert_bias")
+    level = {name: 0 * x for name, x in tensors.items() if name.endswith(scoring)}
     beyond = {
         name: torch.full_like(x, torch.nan)
         for name, x in tensors.items()

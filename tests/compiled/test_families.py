@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled ke
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
 KINDS += [("gemma4", 64), ("gemma4-alone", 512)]
 KINDS += [("gemma2", 128), ("gemma3", 256), ("cohere2", 64), ("smollm3", 96)]
-KINDS += [("smollm3-yarn", 64)]
+KINDS += [("smollm3-yarn", 64), ("qwen3.5", 256)]
 MIXTURES = [
     ("mixtral", 64),
     ("qwen2-moe", 32),
@@ -32,6 +32,9 @@ MIXTURES = [
     ("granite-moe", 64),
     ("gpt-oss", 64),
     ("gemma4-experts", 128),
+    ("lfm2-moe", 64),
+    ("granite4-moe", 128),
+    ("gated-sigmoid", 32),
 ]
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,

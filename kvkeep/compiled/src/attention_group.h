@@ -11,7 +11,7 @@
 
 namespace kvkeep {
 
-// Queries, keys and values of each sequence, one after the other. width: of all three together.
+// Queries, keys, values and gates of each sequence, one after the other. width: of all together.
 struct ProjectedRows {
   float* x;
   int width;
@@ -25,7 +25,8 @@ class AttentionGroup {
       : group(group),
         views(views),
         queries_width(model.heads * group.head_dim),
-        keys_width(group.kv_heads * group.head_dim) {}
+        keys_width(group.kv_heads * group.head_dim),
+        gated_(model.gated_attention != 0) {}
   virtual ~AttentionGroup() = default;
 
   // Compute the angles of position i: first those of the sequences' new cells, then those of the
@@ -42,9 +43,22 @@ class AttentionGroup {
   // Merge the results of sequence i's views. to: [queries_width].
   virtual void merge(const Layer& layer, int i, Activation* to) const = 0;
 
+  // The width of ProjectedRows in this group.
+  int projected_width() const { return (gated_ ? 2 : 1) * queries_width + 2 * keys_width; }
+
+  // Multiply what sequence i attended to by the sigmoids of its gates. x: [queries_width].
+  void apply_gates(const ProjectedRows& projected, int i, Activation* x) const {
+    const float* gates = projected.row(i) + queries_width + 2 * keys_width;
+    for (int c = 0; c < queries_width; c += kLanes)
+      store_rounded(x + c, load(x + c) * sigmoid(load(gates + c)));
+  }
+
   const LayerGroup& group;
   const GroupViews& views;
   const int queries_width, keys_width;
+
+ private:
+  const bool gated_;
 };
 
 template <int kDim>

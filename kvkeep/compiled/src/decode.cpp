@@ -43,7 +43,7 @@ class DecodeForward {
       if (!supported_) return;
       const AttentionGroup& in = *groups_.back();
       queries = std::max(queries, in.queries_width);
-      widest = std::max(widest, in.queries_width + 2 * in.keys_width);
+      widest = std::max(widest, in.projected_width());
     }
     attended_ = std::make_unique<ActivationBuffer>(step.sequence_count, queries);
     projected_values_ = std::make_unique<Buffer<float>>(std::size_t(step.sequence_count) * widest);
@@ -102,6 +102,7 @@ class DecodeForward {
                                  [&](int u) { in.attend_unit(me, layer, u); });
       team_.run_shared_then_wait(me, count, 1, [&](int i) {
         in.merge(layer, i, attended.row(i));
+        if (model_.gated_attention) in.apply_gates(projected_, i, attended.row(i));
         attended.prepare_row(i);
       });
       clock.ends(Phase::kAttention);
@@ -162,7 +163,7 @@ class DecodeForward {
     multiply_rows(matrix, block, input, 0, step_.sequence_count, each);
   }
 
-  // Project queries, keys and values. Matrices without rows are skipped; see Layer.
+  // Project queries, keys, values and gates. Matrices without rows are skipped; see Layer.
   void project(int me, const Layer& layer, const AttentionGroup& in) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
     const bool keys_are_values = layer.key.rows && !layer.value.rows;  // keys are also the values
@@ -170,7 +171,11 @@ class DecodeForward {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
       const int block = is_query ? b : is_key ? b - queries : b - queries - keys;
-      const int from = is_query ? 0 : is_key ? in.queries_width : in.queries_width + in.keys_width;
+      // Gates come next to queries in the matrix, but behind the values here.
+      const int gates = b * kBlock >= in.queries_width ? 2 * in.keys_width : 0;
+      const int from = is_query ? gates
+                       : is_key ? in.queries_width
+                                : in.queries_width + in.keys_width;
       multiply_all(matrix, block, normed_, [&](int i, int row, Floats products) {
         float* to = projected_.row(i) + from + row;
         store(to, products);

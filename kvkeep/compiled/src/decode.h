@@ -9,7 +9,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 9;
+constexpr int kRevision = 10;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed
@@ -21,13 +21,14 @@ struct ParallelExperts {
   const Bf16* router_scale;
 };
 
-// A mixture of experts (arXiv:1701.06538). shared_router and shared are not read where the model
-// has no shared expert.
+// A mixture of experts (arXiv:1701.06538). shared is not read where the model has no shared expert;
+// shared_router has no rows there, nor where the shared expert's output is added as it is.
 struct MixtureOfExperts {
   Matrix router;         // [experts, hidden]
   Matrix shared_router;  // [1, hidden]
   Mlp shared;
   const Mlp* experts;               // [experts]
+  const float* selection_bias;      // [experts], added to weights to choose by; or null
   const float* expert_scales;       // [experts], multiply each expert's output; or null
   const ParallelExperts* parallel;  // null: the experts replace the MLP
 };
@@ -50,7 +51,8 @@ struct PerLayerInput {
 };
 
 // key has no rows where the layer attends to the cells of another layer and stores none. value has
-// no rows there either, nor where values are keys before these are normed and rotated.
+// no rows there either, nor where values are keys before these are normed and rotated. With gates
+// on attention, query has the rows of all heads' queries and then those of all heads' gates.
 // Norms are [hidden], or null: of the inputs of attention and MLP, and of their outputs. query_norm
 // and key_norm: [head_dim], or of all heads together (Model::qk_norm_whole); or null.
 struct Layer {
@@ -97,6 +99,9 @@ struct Model {
   // Of mixtures of experts; 0 where there are none.
   std::int32_t expert_count, experts_per_token, expert_size, shared_expert_size;
   std::int32_t norm_topk;              // not 0: the weights of a token's experts add up to 1
+  std::int32_t sigmoid_router;         // not 0: weights are sigmoids of scores, not a softmax
+  float routed_scale;                  // of these weights; with sigmoid_router only
+  std::int32_t gated_attention;        // not 0: sigmoids of gates multiply what is attended
   const Bf16* norm;                    // [hidden], of the final hidden state
   const PerLayerEmbedding* per_layer;  // or null
   const Layer* layers;

@@ -17,6 +17,7 @@
 
 #include "decode.h"
 #include "activation_rows.h"
+#include "expert_choice.h"
 #include "thread_team.h"
 
 namespace kvkeep {
@@ -42,14 +43,14 @@ class ExpertForward {
         outputs_(std::size_t(assignments_) * model.hidden_size),
         shared_activated_(sequences, model.shared_expert_size),
         shared_outputs_(model.shared_expert_size ? std::size_t(sequences) * model.hidden_size : 0) {
+    std::fill_n(shared_weight_.get(), sequences, 1.f);
   }
 
   // Choose the experts of each sequence, with all threads. input: [sequences, hidden].
   void route(int me, ThreadTeam& team, const MixtureOfExperts& mixture,
              const ActivationRows& input) {
     score_experts(me, team, mixture, input);
-    team.run_shared_then_wait(me, sequences_, 1,
-                              [&](int i) { choose_experts(i, mixture.expert_scales); });
+    team.run_shared_then_wait(me, sequences_, 1, [&](int i) { choose_experts(i, mixture); });
     team.run_shared_then_wait(me, 1, 1, [&](int) { group_by_expert(); });
   }
 
@@ -93,7 +94,7 @@ class ExpertForward {
   void score_experts(int me, ThreadTeam& team, const MixtureOfExperts& mixture,
                      const ActivationRows& input) {
     const int blocks = mixture.router.blocks();
-    team.run_shared_then_wait(me, blocks + (model_.shared_expert_size ? 1 : 0), 1, [&](int block) {
+    team.run_shared_then_wait(me, blocks + mixture.shared_router.blocks(), 1, [&](int block) {
       if (block < blocks)
         multiply_rows(mixture.router, block, input, 0, sequences_,
                       [&](int i, int row, Floats x) { store(scores(i) + row, x); });
@@ -104,30 +105,19 @@ class ExpertForward {
     });
   }
 
-  // Choose the experts of sequence i by descending score, equal scores by ascending index. scales:
-  // multiply each expert's output, or null.
-  void choose_experts(int i, const float* scales) {
-    const float* score = scores(i);
-    bool* taken = taken_.get() + std::size_t(i) * model_.expert_count;
-    std::int32_t* chosen = chosen_.get() + std::size_t(i) * per_token_;
-    float* weight = weight_.get() + std::size_t(i) * per_token_;
-    std::fill_n(taken, model_.expert_count, false);
-    float total = 0;
-    for (int j = 0; j < per_token_; ++j) {
-      int best = -1;  // where scores are NaN, any expert that is not taken yet
-      for (int e = 0; e < model_.expert_count; ++e)
-        if (!taken[e] && (best < 0 || score[e] > score[best])) best = e;
-      taken[best] = true;
-      chosen[j] = best;
-      weight[j] = std::exp(score[best] - score[chosen[0]]);
-      total += weight[j];
-    }
-    if (!model_.norm_topk) {
-      total = 0;
-      for (int e = 0; e < model_.expert_count; ++e) total += std::exp(score[e] - score[chosen[0]]);
-    }
-    for (int j = 0; j < per_token_; ++j) weight[j] /= total;
-    for (int j = 0; scales && j < per_token_; ++j) weight[j] *= scales[chosen[j]];
+  // Choose the experts of sequence i and their weights.
+  void choose_experts(int i, const MixtureOfExperts& mixture) {
+    const std::size_t experts = std::size_t(i) * model_.expert_count;
+    const std::size_t assignments = std::size_t(i) * per_token_;
+    Choice choice{chosen_.get() + assignments, weight_.get() + assignments, per_token_,
+                  taken_.get() + experts, model_.expert_count};
+    if (model_.sigmoid_router)
+      choose_by_sigmoid(scores(i), mixture.selection_bias, model_.norm_topk, model_.routed_scale,
+                        choice);
+    else
+      choose_by_softmax(scores(i), model_.norm_topk, choice);
+    for (int j = 0; mixture.expert_scales && j < per_token_; ++j)
+      choice.weight[j] *= mixture.expert_scales[choice.chosen[j]];
   }
 
   // Sort all assignments by expert.

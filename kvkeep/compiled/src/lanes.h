@@ -88,6 +88,10 @@ KVKEEP_INLINE Floats exp2(Floats x) {
 
 constexpr float kLog2E = 1.44269504088896f;
 
+KVKEEP_INLINE Floats sigmoid(Floats x) {
+  return splat(1.f) / (splat(1.f) + exp2(x * splat(-kLog2E)));
+}
+
 KVKEEP_INLINE Floats sigmoid_times(Floats x, Floats y) {  // x * sigmoid(x) * y
   const Floats minus = exp2(x * splat(-kLog2E));
   return x / (splat(1.f) + minus) * y;

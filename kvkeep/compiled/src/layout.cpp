@@ -16,8 +16,8 @@
   X(Matrix, F(format) F(rows) F(columns) F(rounded) F(data) F(scales) F(bias))                    \
   X(Mlp, F(gate) F(up) F(down))                                                                   \
   X(ParallelExperts, F(mlp_norm) F(norm) F(output_norm) F(router_scale))                          \
-  X(MixtureOfExperts, F(router) F(shared_router) F(shared) F(experts) F(expert_scales)            \
-    F(parallel))                                                                                  \
+  X(MixtureOfExperts, F(router) F(shared_router) F(shared) F(experts) F(selection_bias)           \
+    F(expert_scales) F(parallel))                                                                 \
   X(PerLayerEmbedding, F(table) F(projection) F(norm) F(size) F(table_multiplier))                \
   X(PerLayerInput, F(gate) F(projection) F(norm))                                                 \
   X(Layer, F(query) F(key) F(value) F(output) F(mlp) F(attention_norm) F(mlp_norm)                \
@@ -29,7 +29,8 @@
     F(values_normed) F(norm_eps) F(norm_offset) F(embedding_multiplier)                           \
     F(residual_multiplier) F(qk_norm_whole) F(centred_norms) F(parallel) F(activation)            \
     F(expert_count) F(experts_per_token) F(expert_size) F(shared_expert_size) F(norm_topk)        \
-    F(norm) F(per_layer) F(layers) F(groups) F(embedding) F(head))                                \
+    F(sigmoid_router) F(routed_scale) F(gated_attention) F(norm) F(per_layer) F(layers)           \
+    F(groups) F(embedding) F(head))                                                               \
   X(Strides, F(layer) F(head) F(cell))                                                            \
   X(StoredCells, F(data) F(scale) F(strides) F(scale_strides) F(bits) F(reserved))                \
   X(Sequence, F(token) F(view_count) F(position) F(key) F(value) F(queries))                      \
