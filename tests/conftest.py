@@ -117,6 +117,28 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
+@pytest.fixture(scope="session")
+def hybrid_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LFM2 of two layers, of which one keeps a state, with the tokens of `tiny_folder`."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("hybrid")
+    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+    config = Lfm2Config(
+        vocab_size=TINY_VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    Lfm2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def cut_tokenizer(tokenizer: dict[str, Any], size: int) -> dict[str, Any]:
     """Cut a byte-pair tokenizer.json to its first `size` tokens and their merges."""
     model = tokenizer["model"]

@@ -9,7 +9,7 @@ from edit_actions import LOCAL_MODEL, MODEL
 from small_models import local_spec
 from topics import topic_text
 
-from kvkeep import PrefixStore, SessionGroup, Snapshot
+from kvkeep import SessionGroup, Snapshot
 from kvkeep.errors import InvalidSnapshot, KvkeepError
 from kvkeep.model import Model
 from kvkeep.models.spec.cells import UNDO_TOKENS
@@ -117,11 +117,3 @@ def test_a_clock_before_the_first_token_can_be_saved(tmp_path: Path) -> None:
     assert session.cache.time < 0
     path = saved(session, tmp_path / "early.kvkeep")
     assert MODEL.restore(Snapshot.load(path)).next_token() == session.next_token()
-
-
-def test_a_prefix_store_reports_that_it_cannot_be_used(tmp_path: Path) -> None:
-    session = LOCAL_MODEL.session(256, store=PrefixStore(tmp_path))
-    report = session.feed(TEXT)
-    assert "some layers of this model keep only the newest tokens" in report.store_error
-    assert report.reused == 0
-    assert not list(tmp_path.glob("**/*.safetensors"))

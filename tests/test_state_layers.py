@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from session_state import same, whole_state
 from small_models import small_model, state_specs
 
-from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
+from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.model import Model
@@ -182,12 +182,6 @@ def test_snapshots_with_other_states_are_refused(model: Model) -> None:
     ):
         with pytest.raises(InvalidSnapshot, match="state"):
             model.restore(altered(snapshot, recurrent_states=changed))
-
-
-def test_a_prefix_store_reports_that_it_cannot_be_used(model: Model, tmp_path: Path) -> None:
-    report = model.session(256, store=PrefixStore(tmp_path)).feed(TEXT)
-    assert "states" in (report.store_error or "")
-    assert not list(tmp_path.glob("**/*.safetensors"))
 
 
 def test_an_engine_answers_as_a_session_alone(model: Model) -> None:

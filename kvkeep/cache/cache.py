@@ -227,8 +227,10 @@ class KVCache:
         assert checkpoint.time == self.time, "a checkpoint of another time"
         if self.local_cache is not None:
             shared = [segment.share() for segment in checkpoint.local_segments]
-            self.local_cache.segments = [segment.normalise() for segment in shared]
-        self.recurrent_states = checkpoint.recurrent_states
+            device = self.layout.device
+            self.local_cache.segments = [s.normalise().to(device) for s in shared]
+        states = checkpoint.recurrent_states
+        self.recurrent_states = {name: x.to(self.layout.device) for name, x in states.items()}
 
     def evict_to(self, max_cells: int) -> None:
         """Evict the oldest cells of the window until at most `max_cells` cells are held."""

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,10 +18,14 @@ from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.prefixes import inventory
 from kvkeep.types import DtypeName
 
+if TYPE_CHECKING:
+    from kvkeep import Model, PrefixStore
+
 SUBCOMMANDS = {
     "list": LazyCommand("prefixes:list_", "List prompts, most recently used first."),
     "clear": LazyCommand("prefixes:clear", "Remove all prompts."),
     "gc": LazyCommand("prefixes:gc", "Remove the least recently used blocks, down to a size."),
+    "verify": LazyCommand("prefixes:verify", "Check blocks and checkpoints for damage."),
 }
 
 
@@ -58,9 +63,10 @@ def list_(
 ) -> None:
     """List the prompts in the prefix cache, most recently used first.
 
-    SIZE leaves out blocks that a prompt shares with those listed above it. With --text, only the
-    prompts of --model are listed. In an object store, the prompts of all owners are listed, and
-    USED is the time of writing.
+    SIZE leaves out blocks that a prompt shares with those listed above it. CHECKPOINTS says after
+    which tokens a model with local layers or states can continue. With --text, only the prompts of
+    --model are listed. In an object store, the prompts of all owners are listed, and USED is the
+    time of writing.
     """
     prompts = _stored_prompts(store, with_text)
     beginnings = _beginnings(prompts, model) if with_text else {}
@@ -74,6 +80,7 @@ def list_(
                 "tokens": prompt.token_count,
                 "bytes": prompt.nbytes,
                 "used": prompt.last_used,
+                "checkpoints": prompt.checkpoint_ends,
                 **({"text": beginnings[_prompt_key(prompt)]} if with_text else {}),
             }
             for prompt in prompts
@@ -83,12 +90,15 @@ def list_(
     if not prompts:
         say("the prefix cache is empty; --prefix-cache of generate, chat and batch fills it")
         return
-    text_title = "TEXT" if beginnings else ""
-    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {text_title}".rstrip())
+    ends = {_prompt_key(x): ", ".join(f"{end:,}" for end in x.checkpoint_ends) for x in prompts}
+    width = max(len("CHECKPOINTS"), *map(len, ends.values())) + 2 if any(ends.values()) else 0
+    titles = f"{'CHECKPOINTS' if width else '':<{width}}{'TEXT' if beginnings else ''}"
+    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {titles}".rstrip())
     for prompt in prompts:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
         line = f"{used}  {prompt.token_count:>7,}  {format_mb(prompt.nbytes):>9}  "
-        text = beginnings.get(_prompt_key(prompt), "")
+        key = _prompt_key(prompt)
+        text = f"{ends[key]:<{width}}{beginnings.get(key, '')}"
         click.echo(f"{line}{prompt.model_digest[:8]}  {text}".rstrip())
     total_size = format_mb(sum(prompt.nbytes for prompt in prompts))
     say(f"{plural(len(prompts), 'prompt')}, {total_size}")
@@ -146,6 +156,26 @@ def gc(
     _evict_to_size(store, DEFAULT_PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
+@options.command()
+def verify() -> None:
+    """Check every byte of the blocks and checkpoints in this machine's prefix cache.
+
+    Prints the damaged ones, and exits with status 2 if there are any. Changes nothing: damaged
+    files are never used, and are replaced when their prompt is evaluated again.
+    """
+    from kvkeep.storage.prefixes.store import is_intact
+
+    folder = home() / "prefixes"
+    files = list(inventory.folder_files(folder)) if folder.is_dir() else []
+    damaged = [file for file in files if not is_intact(file) and Path(file.location).exists()]
+    for file in damaged:
+        click.echo(f"BAD  {file.location}")
+    total_size = format_mb(sum(file.nbytes for file in files))
+    say(f"{plural(len(files), 'file')}, {total_size}: {len(damaged) or 'none'} damaged")
+    if damaged:
+        raise click.exceptions.Exit(2)
+
+
 def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
     """Remove blocks from the store at a URL, or from this machine's; print what was removed."""
     if shared_store is None:
@@ -175,18 +205,27 @@ def why(
     """Show how much of a prompt is in the prefix cache, and where stored prompts differ from it.
 
     Nothing is evaluated. The cache holds whole blocks of 256 tokens from the start of a prompt: a
-    date or counter near the start prevents reuse of everything after it.
+    date or counter near the start prevents reuse of everything after it. A model with local layers
+    or states continues from the newest checkpoint in them.
     """
     text = options.read_prompt(prompt, file)
     loaded = load_by_name(model, dtype, "cpu", weights=None, progress=not no_progress)
-    ids = loaded.text.encode(text, special)
-    num_stored, differs_at = open_prefix_store().differs_at(loaded.fingerprint, ids)
+    ids, prefix_store = loaded.text.encode(text, special), open_prefix_store()
+    num_stored, differs_at = prefix_store.differs_at(loaded.fingerprint, ids)
+    resumes_at = _resumable_tokens(loaded, prefix_store, ids[:num_stored])
     has_uncached_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
-        click.echo(json.dumps(counts | {"differs_at": differs_at if has_uncached_block else None}))
+        reuse = {"differs_at": differs_at if has_uncached_block else None}
+        click.echo(json.dumps(counts | reuse | {"evaluated_from": resumes_at}))
         return
     click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache")
+    if resumes_at < num_stored:
+        checkpoint = f"after {resumes_at:,} tokens" if resumes_at else "missing"
+        click.echo(
+            f"the newest checkpoint that this model needs is {checkpoint}: a prompt is evaluated "
+            "again from there"
+        )
     if not has_uncached_block:
         click.echo("the rest is less than a block, and is always evaluated")
     elif not differs_at:
@@ -197,3 +236,14 @@ def why(
         common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
         click.echo(f"the nearest prompt differs, or ends, at token {differs_at:,}:")
         click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_continuation(new_ids)}")
+
+
+def _resumable_tokens(model: "Model", prefix_store: "PrefixStore", ids: Sequence[int]) -> int:
+    """Return after how many of a prompt's stored tokens a session can continue."""
+    from kvkeep.session.stored_prefix import checkpoint_need
+
+    memory = model.session(policy="full").core.memory
+    if not memory.overwrites:
+        return len(ids)
+    need = checkpoint_need(memory)
+    return prefix_store.newest_checkpoint_end(model.fingerprint, ids, need)

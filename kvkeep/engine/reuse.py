@@ -10,17 +10,24 @@ computed by decode steps; prefilled, they would differ by rounding. After a last
 prefilled there is no such exception, because a longer prompt has no step that ends there.
 """
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.block import BlockStream, PrefixCache, PrefixMatch
+from kvkeep.storage.prefixes.block import (
+    BlockStream,
+    CheckpointNeed,
+    PrefixCache,
+    PrefixMatch,
+)
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
@@ -121,19 +128,29 @@ class StepAlignedCache:
     def __init__(self, store: PrefixCache, prefill_step: int):
         self._store, self._prefill_step = store, prefill_step
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
+    def find(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
+    ) -> PrefixMatch:
         """Find the longest stored prefix that ends at a step. Raises StoreError."""
-        match = self._store.find(fingerprint, tokens)
+        if need is not None:
+            need = replace(need, step=math.lcm(need.step, self._prefill_step))
+        match = self._store.find(fingerprint, tokens, need)
         block_count = len(match.blocks)
         while block_count * BLOCK_TOKENS % self._prefill_step:
             block_count -= 1
-        return PrefixMatch(match.blocks[:block_count], match.differs_at)
+        return replace(match, blocks=match.blocks[:block_count])
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: BlockStream,
+        checkpoint: Checkpoint | None = None,
+        kept_ends: Collection[int] = (),
     ) -> int:
-        """Store all blocks. Raises StoreError."""
-        return self._store.add(fingerprint, tokens, start, blocks)
+        """Store all blocks; see `PrefixCache.add`. Raises StoreError."""
+        return self._store.add(fingerprint, tokens, start, blocks, checkpoint, kept_ends)
 
 
 def best_match(

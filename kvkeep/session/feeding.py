@@ -1,32 +1,18 @@
 """Feeding a prompt into a session, step by step, and reusing its stored prefix."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.compression.methods.apply import Compression
-from kvkeep.errors import StoreError
-from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step
-from kvkeep.session.memory import Memory
 from kvkeep.session.scoring import TokenScores, score_tokens
-from kvkeep.storage.prefixes.block import PrefixCache
-from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.session.stored_prefix import StoredPrefix
 
-_NO_PREFIX_FORMAT = (
-    "some layers of this model {}, so a prefix cache cannot be used: save a session and restore it "
-    "instead"
-)
-_LOCAL_ERROR = _NO_PREFIX_FORMAT.format("keep only the newest tokens")
-_RECURRENT_ERROR = _NO_PREFIX_FORMAT.format("keep states of all tokens")
 _TRIM_AFTER_SECONDS = 0.25  # shorter prompts skip `trim_memory`, which would take a part of that
 
 
@@ -90,7 +76,7 @@ class Feeding(Iterator[FeedStep]):
         self._top_logprobs = top_logprobs
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False
-        self._prefix = _StoredPrefix(None, core.model)
+        self._prefix = StoredPrefix(None, core.model)
         self._compressions: list[Compression] = []
         self._peak_cells, self._tokens_after_step = core.memory.cache.cells, core.memory.tokens
 
@@ -128,8 +114,8 @@ class Feeding(Iterator[FeedStep]):
             return
         state = core.state.successor()
         state.keep_first_prompt(self.total)
-        prefix = _StoredPrefix(core.prefix_cache, core.model)
-        prefix.load(state.memory, self._ids)
+        prefix = StoredPrefix(core.prefix_cache, core.model)
+        prefix.load(state.memory, self._ids, core.prefill_step)
         with interrupts_deferred():
             self._prefix = prefix
             if prefix.num_reused:
@@ -176,94 +162,3 @@ class Feeding(Iterator[FeedStep]):
         progress = (self.done, self._seconds, self._peak_cells)
         reuse = (prefix.num_reused, prefix.differs_at)
         return FeedReport(*progress, *reuse, compressions, prefix.error)
-
-
-@dataclass
-class _StoredPrefix:
-    """The part of a session's first prompt that a prefix store holds.
-
-    prefix_cache: None if nothing more is to be stored there, as after an error. num_reused: tokens
-    that came from it. num_stored: tokens that it has. differs_at, error: see `FeedReport`.
-    """
-
-    prefix_cache: PrefixCache | None
-    model: LoadedModel
-    num_reused: int = 0
-    num_stored: int = 0
-    differs_at: int | None = None
-    error: str | None = None
-
-    def load(self, memory: Memory, ids: Sequence[int]) -> None:
-        """Load what the store holds of a prompt into an empty memory.
-
-        At most as many tokens as the policy keeps exactly. Some are left to evaluate before the
-        prompt ends, or before the policy first evicts or compresses: one for its logits, and as
-        many as the policy observes, so that it decides by the same queries as without a store.
-        """
-        policy, prefix_cache = memory.policy, self.prefix_cache
-        has_local_layers = memory.cache.local_cache is not None
-        if has_local_layers or memory.decoder.spec.keeps_states:
-            self._stop_storing(_LOCAL_ERROR if has_local_layers else _RECURRENT_ERROR)
-        elif prefix_cache is not None:
-            max_tokens = min(len(ids), policy.exact_tokens + 1) - max(1, policy.query_count)
-            try:
-                match = prefix_cache.find(self.model.fingerprint, ids[: max(0, max_tokens)])
-            except StoreError as error:
-                self._stop_storing(str(error))
-                return
-            if match.token_count:
-                keys, values = (torch.cat(cells, 2) for cells in zip(*match.blocks, strict=True))
-                memory.append_evaluated(ids[: match.token_count], keys, values)
-            self.num_reused = self.num_stored = match.token_count
-            self.differs_at = match.differs_at
-
-    def store_blocks(self, memory: Memory, next_step_tokens: int) -> None:
-        """Store the complete blocks of the prompt that the store does not have yet.
-
-        Only cells that depend on their tokens alone. To amortise the search among earlier blocks,
-        as many are stored at once as the store already has; all of them before the policy changes
-        them, and at the prompt's end.
-
-        next_step_tokens: how many tokens the next step may evaluate; 0 at the prompt's end.
-        """
-        num_tokens, exact = len(memory.tokens), memory.policy.exact_tokens
-        num_pending = min(num_tokens, exact) - self.num_stored
-        if self.prefix_cache is None or num_pending < BLOCK_TOKENS or memory.bits != Bits():
-            return
-        can_wait = next_step_tokens > 0 and num_tokens + next_step_tokens <= exact
-        if can_wait and num_pending < self.num_stored:
-            return
-        end = min(_count_unchanged_cells(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
-        if end <= self.num_stored:
-            return
-        tokens, blocks = memory.tokens[:end], _read_blocks(memory.cache, self.num_stored, end)
-        try:
-            fingerprint = self.model.fingerprint
-            self.num_stored = self.prefix_cache.add(fingerprint, tokens, self.num_stored, blocks)
-        except StoreError as error:
-            self._stop_storing(str(error))
-        if self.num_stored < end:
-            self.prefix_cache = None
-
-    def _stop_storing(self, error: str) -> None:
-        self.error, self.prefix_cache = error, None
-
-
-def _read_blocks(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield keys and values of cells `start ... end - 1`, of `BLOCK_TOKENS` tokens at a time."""
-    for first in range(start, end, BLOCK_TOKENS):
-        cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
-        yield cells.keys, cells.values
-
-
-def _count_unchanged_cells(cache: KVCache) -> int:
-    """Count the oldest cells that are where a prompt puts them: at positions 0, 1, 2 ... ."""
-    count = 0
-    for segment in cache.segments:
-        if segment.compressed or segment.position_map != PositionMap():
-            break
-        expected = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
-        if not torch.equal(segment.positions(), expected):
-            break
-        count += segment.length
-    return count

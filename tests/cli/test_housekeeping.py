@@ -60,6 +60,31 @@ def test_the_text_of_prompts_is_decoded_by_their_model(
     assert "The sea is wide. The" in invoke("prefixes", "list", "--text", "-m", tiny_folder).stdout
 
 
+def test_checkpoints_of_prompts_are_listed_explained_and_verified(
+    invoke: Invoke, hybrid_folder: Path, own_home: Path
+) -> None:
+    text, model = "The sea is wide. " * 300, ("-m", hybrid_folder, "--dtype", "float32")
+    asked = ("generate", "-p", text, "-n", 1, "--prefix-cache", *model)
+    assert invoke(*asked).exit_code == 0
+    (prompt,) = listed(invoke, "prefixes", "list")
+    ends = prompt["checkpoints"]
+    assert isinstance(ends, list)
+    assert ends[-1] == prompt["tokens"]
+    assert f"{ends[-2]:,}, {ends[-1]:,}\n" in invoke("prefixes", "list").stdout
+    assert f"reused {ends[-1]} tokens" in invoke(*asked).stderr
+    explained = invoke("why", "-p", text, *model).stdout
+    assert "checkpoint" not in explained, "there is one after the last stored token"
+    assert "none damaged" in invoke("prefixes", "verify").stderr
+    for path in (own_home / "prefixes").glob("*.kvcheckpoint"):
+        path.write_bytes(path.read_bytes()[:-9])
+    verified = invoke("prefixes", "verify")
+    assert verified.exit_code == 2
+    assert verified.stdout.count("BAD") == len(ends)
+    assert "checkpoint that this model needs is missing" in invoke("why", "-p", text, *model).stdout
+    found = json.loads(invoke("why", "-p", text, "--json", *model).stdout)
+    assert (found["stored_tokens"], found["evaluated_from"]) == (ends[-1], 0)
+
+
 def test_a_block_without_its_predecessors_is_not_a_prompt(tmp_path: Path) -> None:
     for parent, key in (("root", "a"), ("a", "b"), ("a", "c"), ("lost", "d"), ("d", "e")):
         (tmp_path / f"{parent}-{key}.kvblock").write_bytes(b"x" * 10)

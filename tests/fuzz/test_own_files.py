@@ -3,11 +3,13 @@
 import itertools
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.mutations import mutate_bytes
 from fuzz.sealed import mutate
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import PrefixStore, calibrate, load_calibration
 
@@ -36,6 +38,29 @@ def test_a_damaged_prefix_block_is_a_hit_or_a_miss(tmp_path: Path) -> None:
     session = MODEL.session(512, store=store)
     assert session.feed(TEXT).reused == 0
     assert session.logits.equal(without_store.logits)
+
+
+@pytest.mark.parametrize("kind", ["local", "delta_net"])
+def test_a_damaged_prefix_checkpoint_is_a_hit_or_a_miss(kind: str, tmp_path: Path) -> None:
+    """Whatever it contains, a prompt that begins with it is evaluated without an error."""
+    spec = local_spec() if kind == "local" else state_specs()[kind]
+    model, store, counter = small_model(spec=spec), PrefixStore(tmp_path), itertools.count()
+    settings: dict[str, Any] = {"policy": "full", "max_kv_size": 512, "prefill_step": 128}
+    model.session(**settings, store=store).feed(TEXT)
+    (path,) = tmp_path.glob("*.kvcheckpoint")
+    original = path.read_bytes()
+
+    def read(random: Random) -> None:
+        changed = (mutate if next(counter) % 2 else mutate_bytes)(original, random)
+        path.write_bytes(changed)
+        feeding = model.session(**settings, store=store).feeding(TEXT)
+        step = next(feeding)
+        assert step.done == (256 if step.reused else 128)
+        if step.reused and next(counter) % 3 == 0:
+            next(feeding)
+        feeding.close()
+
+    assert fuzz(read, 32)["read"]
 
 
 def test_a_damaged_calibration_loads_or_is_refused(tmp_path: Path) -> None:

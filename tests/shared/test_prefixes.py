@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import load_model
 from kvkeep.engine import Engine, GenerationRequest
@@ -21,6 +22,10 @@ from kvkeep.storage.prefixes.inventory import (
 )
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
+CHECKPOINT_MODELS = {
+    "local": small_model(spec=local_spec(window=60)),
+    "delta_net": small_model(spec=state_specs()["delta_net"]),
+}
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]
 
@@ -172,3 +177,29 @@ def test_an_engine_uses_a_separate_prefix_cache_per_owner(
 def test_a_secret_of_a_wrong_length_is_refused(objects: ObjectStore, tiny: Model) -> None:
     with pytest.raises(InvalidArgument, match="32 bytes"):
         prefix_cache(tiny, objects, b"short")
+
+
+@pytest.mark.parametrize("kind", ["local", "delta_net"])
+def test_checkpoints_of_models_that_need_them_are_shared(objects: ObjectStore, kind: str) -> None:
+    model, ids = CHECKPOINT_MODELS[kind], [i * i % 250 + 1 for i in range(1100)]
+    _, expected = feed(model, None, ids)
+    assert [feed(model, prefix_cache(model, objects), ids)[0] for _ in range(2)] == [0, 1024]
+    (prompt,) = prompts_of(stored_blocks(objects))
+    assert prompt.checkpoint_ends == [512, 768, 1024]
+    forger = prefix_cache(model, objects, secrets.token_bytes(32))
+    feed(model, forger, ids)
+    files = [info.key for info in objects.list_objects("prefixes/") if "checkpoint" in info.key]
+    own = [block.checkpoint.location for block in prompt.blocks if block.checkpoint is not None]
+    forged = sorted(set(files) - set(own))
+    assert len(own) == len(forged) == 3
+    objects.put(own[2], objects.get(own[1])[0])  # of other tokens
+    for path in forged:  # made without the secret
+        objects.put(own[1], objects.get(path)[0])
+        store = prefix_cache(model, objects)
+        feeding = model.session(max_kv_size=2048, prefill_step=128, store=store).feeding(ids)
+        assert next(feeding).done == 512
+        feeding.close()
+    reused, logits = feed(model, prefix_cache(model, objects), ids)
+    assert (reused, logits.equal(expected)) == (512, True)
+    total = sum(info.st_size for info in objects.list_objects("prefixes/"))
+    assert evict_blocks(objects, 0) == (total, 0)

@@ -1,10 +1,14 @@
 """Layers that keep a state instead of cells: which they are, and the sizes of their states."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Literal
 
 import torch
+from torch import Tensor
+
+from kvkeep.cache.checks import require, require_tensor
 
 StateKind = Literal["convolution", "delta_net", "mamba2"]
 
@@ -70,6 +74,13 @@ class StateLayers:
         """Return the bytes of all states of a sequence. dtype: of the model."""
         dtypes = self.all_dtypes(dtype)
         return sum(prod(x) * dtypes[name].itemsize for name, x in self.all_shapes().items())
+
+    def check(self, states: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Raise ValueError unless these are the states of a sequence. dtype: of the model."""
+        shapes, dtypes = self.all_shapes(), self.all_dtypes(dtype)
+        require(states.keys() == shapes.keys(), "states of other layers than the model's")
+        for name, shape in shapes.items():
+            require_tensor(f"the state {name!r}", states[name], dtypes[name], *shape)
 
     def non_default_fields(self) -> dict[str, object]:
         """Return the fields that differ from their defaults."""

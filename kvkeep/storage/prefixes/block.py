@@ -1,6 +1,6 @@
 """The interface of prefix caches, and their blocks: the cells of 256 tokens of a prompt."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -9,6 +9,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvkeep.cache.checkpoint import Checkpoint
+from kvkeep.cache.layout import Layout
 from kvkeep.errors import StoreError
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import Container, read_container
@@ -24,15 +26,31 @@ class PrefixMatch:
     """The result of a lookup: the cells of each matching block.
 
     differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
-    None if all whole blocks of the prompt were found.
+    None if all whole blocks of the prompt were found. checkpoint: after the last block, for models
+    that need one; blocks behind the newest usable one are left out.
     """
 
     blocks: Sequence[BlockCells]
     differs_at: int | None
+    checkpoint: Checkpoint | None = None
 
     @property
     def token_count(self) -> int:
         return BLOCK_TOKENS * len(self.blocks)
+
+
+@dataclass(frozen=True)
+class CheckpointNeed:
+    """The checkpoints that a model with local layers or states can continue from.
+
+    local_layout: of the cells in them; None for a model without local layers. check: raises
+    ValueError for one that is not of this model. step: they must be after a multiple of so many
+    tokens.
+    """
+
+    local_layout: Layout | None
+    check: Callable[[Checkpoint], None]
+    step: int = 1
 
 
 @runtime_checkable
@@ -42,13 +60,28 @@ class PrefixCache(Protocol):
     All methods raise StoreError.
     """
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest stored prefix of a prompt, in whole blocks."""
+    def find(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
+    ) -> PrefixMatch:
+        """Return the longest stored prefix of a prompt, in whole blocks.
+
+        need: for a prefix that ends at a checkpoint; None for models that need none.
+        """
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: BlockStream,
+        checkpoint: Checkpoint | None = None,
+        kept_ends: Collection[int] = (),
     ) -> int:
-        """Store the blocks of a prompt from token `start` on; return how many tokens are stored."""
+        """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
+
+        checkpoint: after the last token, stored with the last block. kept_ends: after which tokens
+        of the prompt checkpoints are kept; others may be removed, except where texts branch.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,6 +92,11 @@ class PrefixBlock:
     key: str  # a hash over the model's digest and all tokens up to the block's end
     start: int  # the index of its first token in the prompt
     tokens: Tensor  # [256] int32
+
+    @property
+    def end(self) -> int:
+        """The index of the token after its last one."""
+        return self.start + BLOCK_TOKENS
 
     def cells_from(self, container: Container, fingerprint: Fingerprint) -> BlockCells | None:
         """Return a file's keys and values; None unless they fit this block's tokens and the model.
@@ -115,8 +153,15 @@ def read_block(path: Path, key: str, names: tuple[str, ...] | None = None) -> Co
     names: of the tensors to read; None for all. Blocks of early versions have no key in the
     document, and count as missing: equal tokens after different parents could not be told apart.
     """
+    return read_keyed(path, key, FILE_KIND, FILE_FORMAT, names)
+
+
+def read_keyed(
+    path: Path, key: str, kind: str, max_format: int, names: tuple[str, ...] | None = None
+) -> Container | None:
+    """Read a file of a block, of any kind; None unless it is intact and has the block's key."""
     try:
-        container = read_container(path, FILE_KIND, FILE_FORMAT, names)
+        container = read_container(path, kind, max_format, names)
     except StoreError:
         return None
     return container if container.document.get("key") == key else None

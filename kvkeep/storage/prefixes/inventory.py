@@ -2,11 +2,12 @@
 
 A block is named after its parent's key and its own: PARENT-KEY.kvblock in a folder, and
 prefixes/OWNER/PARENT/KEY.kvblock in an object store. The parent of a prompt's first block is the
-digest of its model. So the names form a tree per model, and each leaf is the end of a prompt.
+digest of its model. So the names form a tree per model, and each leaf is the end of a prompt. A
+checkpoint after a block has the block's name with the ending kvcheckpoint.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,53 @@ from kvkeep.storage.objects import ObjectStore
 
 BLOCK_TOKENS = 256
 BLOCK_SUFFIX = ".kvblock"
+CHECKPOINT_SUFFIX = ".kvcheckpoint"
 _KEY_PREFIX = "prefixes/"
 
 
 @dataclass(frozen=True)
-class StoredBlock:
-    """A file or object that holds a block: the cells of 256 tokens of a prompt."""
+class StoredFile:
+    """A file or object: the cells of a block, or the checkpoint after it."""
 
     parent: str  # the key of the block before it, or the digest of the model
     key: str
-    location: str  # the path of its file, or its key in an object store
+    is_checkpoint: bool
+    location: str  # the path of the file, or its key in an object store
     nbytes: int
     last_used: float  # seconds since 1970; in an object store, when it was written
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block in the store: the cells of 256 tokens of a prompt, and the checkpoint after them."""
+
+    cells: StoredFile
+    checkpoint: StoredFile | None = None
+
+    @property
+    def parent(self) -> str:
+        return self.cells.parent
+
+    @property
+    def key(self) -> str:
+        return self.cells.key
+
+    @property
+    def location(self) -> str:
+        return self.cells.location
+
+    @property
+    def files(self) -> Sequence[StoredFile]:
+        """Its files, in the order in which they are evicted."""
+        return (self.cells,) if self.checkpoint is None else (self.checkpoint, self.cells)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def last_used(self) -> float:
+        return self.cells.last_used
 
 
 @dataclass(frozen=True)
@@ -50,9 +86,23 @@ class StoredPrompt:
         return self.blocks[-1].last_used
 
     @property
+    def checkpoint_ends(self) -> list[int]:
+        """After how many of its tokens there is a checkpoint."""
+        ends = enumerate(self.blocks, start=1)
+        return [index * BLOCK_TOKENS for index, block in ends if block.checkpoint is not None]
+
+    @property
     def model_digest(self) -> str:
         """The digest of its model and settings."""
         return self.blocks[0].parent
+
+
+def blocks_of_files(files: Iterable[StoredFile]) -> list[StoredBlock]:
+    """Return the blocks of all files. Checkpoints without cells are left out."""
+    files = list(files)
+    checkpoints = {(file.parent, file.key): file for file in files if file.is_checkpoint}
+    all_cells = [file for file in files if not file.is_checkpoint]
+    return [StoredBlock(file, checkpoints.get((file.parent, file.key))) for file in all_cells]
 
 
 def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
@@ -79,18 +129,21 @@ def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
 
 def stored_prompts(folder: Path) -> list[StoredPrompt]:
     """Return the prompts in the folder of a prefix store. Raises OSError."""
-    return prompts_of(_folder_blocks(folder)) if folder.is_dir() else []
+    return prompts_of(blocks_of_files(folder_files(folder))) if folder.is_dir() else []
 
 
-def _folder_blocks(folder: Path) -> Iterator[StoredBlock]:
+def folder_files(folder: Path) -> Iterator[StoredFile]:
+    """Yield the files of blocks and checkpoints in the folder of a prefix store. Raises OSError."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            parent, _, key = entry.name.removesuffix(BLOCK_SUFFIX).partition("-")
-            if not entry.name.endswith(BLOCK_SUFFIX) or not key:
+            stem, suffix = os.path.splitext(entry.name)
+            parent, _, key = stem.partition("-")
+            if suffix not in (BLOCK_SUFFIX, CHECKPOINT_SUFFIX) or not key:
                 continue
             with suppress(FileNotFoundError):  # removed by another process meanwhile
-                status = entry.stat()
-                yield StoredBlock(parent, key, entry.path, status.st_size, status.st_mtime)
+                status, is_checkpoint = entry.stat(), suffix == CHECKPOINT_SUFFIX
+                size, last_used = status.st_size, status.st_mtime
+                yield StoredFile(parent, key, is_checkpoint, entry.path, size, last_used)
 
 
 def owner_key_prefix(owner: str) -> str:
@@ -98,13 +151,19 @@ def owner_key_prefix(owner: str) -> str:
     return f"{_KEY_PREFIX}{owner}/"
 
 
-def stored_blocks(store: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
-    """Yield the blocks of one owner, or of all. Raises StoreError."""
+def stored_objects(store: ObjectStore, owner: str | None = None) -> Iterator[StoredFile]:
+    """Yield the objects of one owner, or of all. Raises StoreError."""
     for info in store.list_objects(_KEY_PREFIX if owner is None else owner_key_prefix(owner)):
         *_, parent, name = info.key.split("/")
-        if name.endswith(BLOCK_SUFFIX):
-            key = name.removesuffix(BLOCK_SUFFIX)
-            yield StoredBlock(parent, key, info.key, info.st_size, info.st_mtime)
+        key, suffix = os.path.splitext(name)
+        if suffix in (BLOCK_SUFFIX, CHECKPOINT_SUFFIX):
+            is_checkpoint, last_used = suffix == CHECKPOINT_SUFFIX, info.st_mtime
+            yield StoredFile(parent, key, is_checkpoint, info.key, info.st_size, last_used)
+
+
+def stored_blocks(store: ObjectStore, owner: str | None = None) -> list[StoredBlock]:
+    """Return the blocks of one owner, or of all. Raises StoreError."""
+    return blocks_of_files(stored_objects(store, owner))
 
 
 def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
@@ -113,17 +172,20 @@ def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     The prompt whose end was written first is evicted first, from its end, so that the rest of it
     stays a usable prefix. Raises StoreError.
     """
-    blocks = list(stored_blocks(store))
-    prompts = prompts_of(blocks)
-    reachable = {block.location for prompt in prompts for block in prompt.blocks}
-    # Blocks in a circle of forged names belong to no prompt, and are evicted first.
-    eviction_order = [block for block in blocks if block.location not in reachable]
+    files = list(stored_objects(store))
+    prompts = prompts_of(blocks_of_files(files))
+    prompt_files = [f for prompt in prompts for block in prompt.blocks for f in block.files]
+    reachable = {file.location for file in prompt_files}
+    # Checkpoints without cells, and blocks in a circle of forged names, which belong to no prompt,
+    # are evicted first.
+    eviction_order = [file for file in files if file.location not in reachable]
     for prompt in reversed(prompts):
-        eviction_order += reversed(prompt.unshared_blocks)
-    total_bytes, freed_bytes = sum(block.nbytes for block in blocks), 0
-    for block in eviction_order:
+        for block in reversed(prompt.unshared_blocks):
+            eviction_order += block.files
+    total_bytes, freed_bytes = sum(file.nbytes for file in files), 0
+    for file in eviction_order:
         if total_bytes - freed_bytes <= max_bytes:
             break
-        store.delete(block.location)
-        freed_bytes += block.nbytes
+        store.delete(file.location)
+        freed_bytes += file.nbytes
     return freed_bytes, total_bytes - freed_bytes

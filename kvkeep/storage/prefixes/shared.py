@@ -9,14 +9,16 @@ import io
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from blake3 import blake3
 from torch import Tensor
 
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.errors import InvalidArgument, NoObject, StoreError
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
@@ -26,6 +28,7 @@ from kvkeep.storage.prefixes.block import (
     FILE_KIND,
     BlockCells,
     BlockStream,
+    CheckpointNeed,
     PrefixBlock,
     PrefixMatch,
     blocks_of,
@@ -33,8 +36,26 @@ from kvkeep.storage.prefixes.block import (
     container_tokens,
     first_difference,
 )
-from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_key_prefix
-from kvkeep.storage.snapshots.container import read_container, read_open_container, write_container
+from kvkeep.storage.prefixes.checkpoint import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINT_KIND,
+    decode_checkpoint,
+    describe_checkpoint,
+    encode_checkpoint,
+    newest_checkpoint,
+)
+from kvkeep.storage.prefixes.inventory import (
+    BLOCK_SUFFIX,
+    BLOCK_TOKENS,
+    CHECKPOINT_SUFFIX,
+    owner_key_prefix,
+)
+from kvkeep.storage.snapshots.container import (
+    Container,
+    read_container,
+    read_open_container,
+    write_container,
+)
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SECRET_BYTES = 32
@@ -75,22 +96,28 @@ class SharedPrefixCache:
     def flush(self) -> None:
         self._queue.flush()
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
+    def find(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
+    ) -> PrefixMatch:
         """Return the longest prefix that verifies, reading several blocks at once.
 
         Raises StoreError, and at once if the store has failed recently: prefill would wait for a
         timeout.
         """
         self._queue.require_up()
-        blocks = self._blocks(fingerprint, tokens)
+        blocks, checkpoint = self._blocks(fingerprint, tokens), None
         try:
             hits = self._read_until_miss(blocks, fingerprint)
             missing = blocks[len(hits) :]
             differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
+            if need is not None:
+                read = partial(self._read_checkpoint, need=need)
+                checkpoint = newest_checkpoint(blocks[: len(hits)], need, read)
+                del hits[checkpoint.num_tokens // BLOCK_TOKENS if checkpoint else 0 :]
         except StoreError:
             self._queue.mark_down()
             raise
-        return PrefixMatch(hits, differs_at)
+        return PrefixMatch(hits, differs_at, checkpoint)
 
     def _read_until_miss(
         self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint
@@ -107,30 +134,40 @@ class SharedPrefixCache:
         return hits
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: BlockStream,
+        checkpoint: Checkpoint | None = None,
+        kept_ends: Collection[int] = (),
     ) -> int:
         """Queue the blocks of a prompt from token `start` on; see `PrefixCache.add`.
 
         A thread writes them in the background. Stops when the queue is full. Blocks that exist are
         not written again, except the first: the caller's lookup has just missed there, so an
-        object in its place does not verify.
+        object in its place does not verify. No checkpoints are removed: that would need a request
+        for each block of the prompt. Those that are added are few, and `evict_blocks` bounds them.
         """
         self._queue.require_up()
-        stored_end = start
-        prompt_blocks = self._blocks(fingerprint, tokens)[start // BLOCK_TOKENS :]
-        for block, (keys, values) in zip(prompt_blocks, blocks, strict=False):
+        stored_end, prompt_blocks = start, self._blocks(fingerprint, tokens)
+        new_blocks = prompt_blocks[start // BLOCK_TOKENS :]
+        for block, (keys, values) in zip(new_blocks, blocks, strict=False):
             overwrite = block.start == start
             write = partial(self._write, block, keys.clone(), values.clone(), overwrite)
             if not self._queue.submit(write):
                 break
-            stored_end = block.start + BLOCK_TOKENS
+            stored_end = block.end
+        if checkpoint is not None and stored_end == checkpoint.num_tokens:
+            self._queue.submit(partial(self._write_checkpoint, prompt_blocks[-1], checkpoint))
         return stored_end
 
     def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` a stored child of a block begins with, of a few compared."""
-        longest, children = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
-        for info in itertools.islice(children, _MAX_COMPARED_BLOCKS):
-            path = ObjectPath(self._store, info.key)
+        longest, objects = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
+        children = (info.key for info in objects if info.key.endswith(BLOCK_SUFFIX))
+        for key in itertools.islice(children, _MAX_COMPARED_BLOCKS):
+            path = ObjectPath(self._store, key)
             with suppress(StoreError):
                 container = read_container(path, FILE_KIND, FILE_FORMAT, ("tokens",))
                 longest = max(longest, common_prefix_length(container_tokens(container), tokens))
@@ -143,25 +180,39 @@ class SharedPrefixCache:
             tokens, root, lambda parent, ids: self._mac(parent.encode(), tensor_bytes(ids))
         )
 
-    def _path(self, block: PrefixBlock) -> ObjectPath:
-        key = f"{self._key_prefix}{block.parent}/{block.key}{BLOCK_SUFFIX}"
+    def _path(self, block: PrefixBlock, suffix: str = BLOCK_SUFFIX) -> ObjectPath:
+        key = f"{self._key_prefix}{block.parent}/{block.key}{suffix}"
         return ObjectPath(self._store, key)
 
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
-        path = self._path(block)
+        container = self._read_object(self._path(block), FILE_KIND, FILE_FORMAT)
+        cells = None if container is None else block.cells_from(container, fingerprint)
+        if container is None or cells is None:
+            return None
+        return cells if container.document.get("code") == self._content_mac(block, *cells) else None
+
+    def _read_checkpoint(self, block: PrefixBlock, need: CheckpointNeed) -> Checkpoint | None:
+        """Return the checkpoint after a block; None if it is missing or does not verify."""
+        path = self._path(block, CHECKPOINT_SUFFIX)
+        container = self._read_object(path, CHECKPOINT_KIND, CHECKPOINT_FORMAT)
+        if container is None:
+            return None
+        code = self._checkpoint_mac(block, container.document, container.tensors)
+        if container.document.get("code") != code:
+            return None
+        return decode_checkpoint(container, block.end, need)
+
+    def _read_object(self, path: ObjectPath, kind: str, max_format: int) -> Container | None:
+        """Return a file that is intact; None if it is not, or missing."""
         try:  # one request for the whole object: blocks are many, and each is small
             content, _ = self._store.get(path.key, _MAX_BLOCK_BYTES)
         except NoObject:
             return None
         try:
-            container = read_open_container(io.BytesIO(content), path, FILE_KIND, FILE_FORMAT)
+            return read_open_container(io.BytesIO(content), path, kind, max_format)
         except StoreError:
             return None
-        cells = block.cells_from(container, fingerprint)
-        if cells is None or container.document.get("code") != self._content_mac(block, *cells):
-            return None
-        return cells
 
     def _write(self, block: PrefixBlock, keys: Tensor, values: Tensor, overwrite: bool) -> None:
         path = self._path(block)
@@ -170,8 +221,24 @@ class SharedPrefixCache:
             tensors = {"tokens": block.tokens, "keys": keys, "values": values}
             write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
 
+    def _write_checkpoint(self, block: PrefixBlock, checkpoint: Checkpoint) -> None:
+        """Write the checkpoint after a block. It replaces one that the caller's lookup missed."""
+        document, tensors = encode_checkpoint(checkpoint)
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        document["code"] = self._checkpoint_mac(block, document, tensors)
+        path = self._path(block, CHECKPOINT_SUFFIX)
+        write_container(path, CHECKPOINT_KIND, CHECKPOINT_FORMAT, document, tensors)
+
     def _content_mac(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
         return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
+
+    def _checkpoint_mac(
+        self, block: PrefixBlock, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> str:
+        description = describe_checkpoint(document, tensors)
+        size = len(description).to_bytes(8, "little")
+        contents = (tensor_bytes(tensors[name]) for name in sorted(tensors))
+        return self._mac(b"checkpoint", block.key.encode(), size, description, *contents)
 
     def _mac(self, *chunks: bytes) -> str:
         """Hash chunks with the owner's key. Lengths must be fixed or follow from earlier chunks."""

@@ -2,18 +2,20 @@
 
 The cells of a prompt are stored in blocks of 256 tokens. A block's key is a hash over the model's
 fingerprint and all tokens up to the block's end, so equal keys mean equal cells. There is no index
-that could be wrong: file names hold the keys, and modification times the last use.
+that could be wrong: file names hold the keys, and modification times the last use. After some
+blocks there is a checkpoint, in a file of the same name with another ending.
 """
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from kvkeep import validation
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporary_files
 from kvkeep.storage.prefixes.block import (
@@ -21,6 +23,7 @@ from kvkeep.storage.prefixes.block import (
     FILE_KIND,
     BlockCells,
     BlockStream,
+    CheckpointNeed,
     PrefixBlock,
     PrefixMatch,
     block_key,
@@ -28,14 +31,29 @@ from kvkeep.storage.prefixes.block import (
     common_prefix_length,
     first_difference,
     read_block,
+    read_keyed,
     read_tokens,
 )
-from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
+from kvkeep.storage.prefixes.checkpoint import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINT_KIND,
+    decode_checkpoint,
+    encode_checkpoint,
+    newest_checkpoint,
+)
+from kvkeep.storage.prefixes.inventory import (
+    BLOCK_SUFFIX,
+    BLOCK_TOKENS,
+    CHECKPOINT_SUFFIX,
+    StoredFile,
+)
+from kvkeep.storage.prefixes.quota import Quota
 from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 LOCK_TIMEOUT = 5.0  # seconds to wait for the lock of another process
 _MAX_FILE_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
+_MAX_TENSOR_OVERHEAD = 512  # and a checkpoint's for each tensor
 
 
 class PrefixStore:
@@ -56,9 +74,11 @@ class PrefixStore:
             raise StoreError(f"{path} cannot be a prefix store: {error.strerror}") from error
         self._lock = FileLock(self.path / "lock")
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
+    def find(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
+    ) -> PrefixMatch:
         """Return the longest stored prefix of a prompt. Raises StoreError if it cannot be read."""
-        blocks, hits = _blocks(fingerprint, tokens), list[BlockCells]()
+        blocks, hits, checkpoint = _blocks(fingerprint, tokens), list[BlockCells](), None
         for block in blocks:
             cells = self._read(block, fingerprint)
             if cells is None:
@@ -67,7 +87,10 @@ class PrefixStore:
         missing = blocks[len(hits) :]
         differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
         self._touch(blocks[: len(hits)])
-        return PrefixMatch(hits, differs_at)
+        if need is not None:
+            checkpoint = self._newest_checkpoint(blocks[: len(hits)], need)
+            del hits[checkpoint.num_tokens // BLOCK_TOKENS if checkpoint else 0 :]
+        return PrefixMatch(hits, differs_at, checkpoint)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest stored one differs.
@@ -82,15 +105,32 @@ class PrefixStore:
         common_tokens = self._longest_common_prefix_length(parent, tokens[stored_tokens:])
         return stored_tokens, stored_tokens + common_tokens
 
+    def newest_checkpoint_end(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed
+    ) -> int:
+        """Return after how many of a prompt's tokens its newest usable checkpoint is; 0 for none.
+
+        Reads no cells. tokens: those that are stored.
+        """
+        checkpoint = self._newest_checkpoint(_blocks(fingerprint, tokens), need)
+        return checkpoint.num_tokens if checkpoint else 0
+
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], start: int, blocks: BlockStream
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: BlockStream,
+        checkpoint: Checkpoint | None = None,
+        kept_ends: Collection[int] = (),
     ) -> int:
         """Store the blocks of a prompt from token `start` on, under one lock.
 
-        blocks: consumed lazily, one at a time. Stores nothing if an ancestor is missing, and stops
-        at the first block that does not fit in the quota beside its ancestors. Raises
-        InvalidArgument for a start within a block, StoreError if the folder cannot be written,
-        Locked if another process holds the lock for more than some seconds.
+        blocks: consumed lazily, one at a time. checkpoint, kept_ends: see `PrefixCache.add`. Stores
+        nothing if an ancestor is missing, and stops at the first block that does not fit in the
+        quota beside its ancestors. Raises InvalidArgument for a start within a block, StoreError if
+        the folder cannot be written, Locked if another process holds the lock for more than some
+        seconds.
         """
         if validation.integer("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
@@ -101,12 +141,15 @@ class PrefixStore:
             if not all(path.exists() for path in ancestors):
                 return 0
             sweep_temporary_files(self.path)
-            quota = _Quota(self._files(), self.max_bytes, ancestors)
+            quota = Quota(self._files(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored_blocks) :], blocks, strict=False):
                 if not self._put(block, fingerprint, cells, quota):
                     break
                 stored_blocks.append(block)
             self._touch(stored_blocks)
+            if checkpoint is not None and stored_blocks[-1:] == prompt_blocks[-1:]:
+                self._thin_checkpoints(prompt_blocks, kept_ends, quota)
+                self._put_checkpoint(prompt_blocks[-1], checkpoint, quota)
         return BLOCK_TOKENS * len(stored_blocks)
 
     def gc(self, max_bytes: int | None = None) -> int:
@@ -119,7 +162,7 @@ class PrefixStore:
         with self._locked():
             bytes_before = self.nbytes
             sweep_temporary_files(self.path)
-            _Quota(self._files(), self.max_bytes if size_limit is None else size_limit).make_room(0)
+            Quota(self._files(), self.max_bytes if size_limit is None else size_limit).make_room(0)
             return bytes_before - self.nbytes
 
     @property
@@ -151,12 +194,15 @@ class PrefixStore:
     def _block_path(self, block: PrefixBlock) -> Path:
         return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
 
+    def _checkpoint_path(self, block: PrefixBlock) -> Path:
+        return self._block_path(block).with_suffix(CHECKPOINT_SUFFIX)
+
     def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
         container = read_block(self._block_path(block), block.key)
         return None if container is None else block.cells_from(container, fingerprint)
 
     def _put(
-        self, block: PrefixBlock, fingerprint: Fingerprint, cells: BlockCells, quota: "_Quota"
+        self, block: PrefixBlock, fingerprint: Fingerprint, cells: BlockCells, quota: Quota
     ) -> bool:
         """Write a block unless it is stored. Returns False if there is no room for it."""
         (keys, values), path = cells, self._block_path(block)
@@ -173,6 +219,51 @@ class PrefixStore:
         quota.free_bytes -= write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
         return True
 
+    def _newest_checkpoint(
+        self, blocks: Sequence[PrefixBlock], need: CheckpointNeed
+    ) -> Checkpoint | None:
+        """Return the newest checkpoint after one of a prompt's blocks, and mark it as used."""
+        checkpoint = newest_checkpoint(blocks, need, lambda x: self._read_checkpoint(x, need))
+        if checkpoint is not None:
+            path = self._checkpoint_path(blocks[checkpoint.num_tokens // BLOCK_TOKENS - 1])
+            with suppress(OSError):  # as in `_touch`
+                os.utime(path)
+        return checkpoint
+
+    def _read_checkpoint(self, block: PrefixBlock, need: CheckpointNeed) -> Checkpoint | None:
+        path, kind = self._checkpoint_path(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
+        container = read_keyed(path, block.key, *kind)
+        return None if container is None else decode_checkpoint(container, block.end, need)
+
+    def _put_checkpoint(self, block: PrefixBlock, checkpoint: Checkpoint, quota: Quota) -> None:
+        """Write the checkpoint after a block, if there is room for it, unless it is stored."""
+        path, kind = self._checkpoint_path(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
+        document, tensors = encode_checkpoint(checkpoint)
+        document["key"] = block.key
+        stored = read_keyed(path, block.key, *kind)
+        if stored is not None and stored.document == document:
+            return
+        if path.exists() and not path.is_file():
+            return  # as in `_put`
+        quota.remove(path)
+        overhead = _MAX_FILE_OVERHEAD + _MAX_TENSOR_OVERHEAD * len(tensors)
+        if quota.make_room(overhead + sum(tensor.nbytes for tensor in tensors.values())):
+            quota.free_bytes -= write_container(path, *kind, document, tensors)
+
+    def _thin_checkpoints(
+        self, blocks: Sequence[PrefixBlock], kept_ends: Collection[int], quota: Quota
+    ) -> None:
+        """Remove checkpoints of a prompt other than after `kept_ends`, except where it branches."""
+        names, own_keys = set(os.listdir(self.path)), {block.key for block in blocks}
+        stems = (name.removesuffix(BLOCK_SUFFIX) for name in names if name.endswith(BLOCK_SUFFIX))
+        links = (stem.partition("-") for stem in stems)
+        branching = {parent for parent, _, key in links if key not in own_keys}
+        for block in blocks:
+            path = self._checkpoint_path(block)
+            is_kept = block.end in kept_ends or block.key in branching
+            if not is_kept and path.name in names and path.is_file():
+                quota.remove(path)
+
     def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
         """Mark blocks as used now; descendants as slightly older, to be evicted first."""
         now = time.time_ns()
@@ -181,11 +272,12 @@ class PrefixStore:
                 os.utime(self._block_path(block), ns=(now - age, now - age))
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield (time of last use in ns, bytes, path) of each block file."""
+        """Yield (time of last use in ns, bytes, path) of each file of a block."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    if entry.name.endswith(BLOCK_SUFFIX) and entry.is_file():
+                    is_stored = entry.name.endswith((BLOCK_SUFFIX, CHECKPOINT_SUFFIX))
+                    if is_stored and entry.is_file():
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
@@ -202,6 +294,14 @@ class PrefixStore:
         return max(lengths, default=0)
 
 
+def is_intact(file: StoredFile) -> bool:
+    """Whether every byte of a file in a store's folder is as it was written, under its name."""
+    path, key = Path(file.location), file.key
+    if file.is_checkpoint:
+        return read_keyed(path, key, CHECKPOINT_KIND, CHECKPOINT_FORMAT) is not None
+    return read_block(path, key) is not None
+
+
 def _root_key(fingerprint: Fingerprint) -> str:
     """Return the parent key of a prompt's first block: a digest of the model."""
     return fingerprint.digest()[:32]
@@ -209,35 +309,3 @@ def _root_key(fingerprint: Fingerprint) -> str:
 
 def _blocks(fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
     return blocks_of(tokens, _root_key(fingerprint), block_key)
-
-
-class _Quota:
-    """A quota of bytes with LRU eviction. For use under the lock.
-
-    files: (time of last use, bytes, path) of all blocks. pinned: paths that must not be evicted.
-    free_bytes: remaining; negative if the quota is exceeded.
-    """
-
-    def __init__(
-        self, files: Iterable[tuple[int, int, Path]], max_bytes: int, pinned: Collection[Path] = ()
-    ):
-        oldest_first = sorted(files)
-        self.free_bytes = max_bytes - sum(size for _, size, _ in oldest_first)
-        self._evictable = {path: size for _, size, path in oldest_first if path not in pinned}
-
-    def make_room(self, size: int) -> bool:
-        """Evict blocks until `size` more bytes fit. Returns False at once if they cannot fit."""
-        if size > self.free_bytes + sum(self._evictable.values()):
-            return False
-        while self.free_bytes < size:
-            self.remove(next(iter(self._evictable)))
-        return True
-
-    def pin(self, path: Path) -> None:
-        """Protect a file from eviction."""
-        self._evictable.pop(path, None)
-
-    def remove(self, path: Path) -> None:
-        """Delete a block's file, if it exists, and count its bytes as free."""
-        path.unlink(missing_ok=True)
-        self.free_bytes += self._evictable.pop(path, 0)

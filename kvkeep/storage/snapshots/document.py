@@ -41,7 +41,7 @@ def check_document(document: Mapping[str, Any]) -> None:
     require_int("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
-        _check_segment(entry)
+        check_segment(entry)
     for name, encoding in document["coding"].items():
         _check_encoding(name, encoding)
     layout_of(document["layout"])
@@ -82,8 +82,11 @@ def dtype_of(name: Any) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _check_segment(entry: Any) -> None:
-    """Check a segment's entry, as `segment_entry` makes it: its fields, alone and together."""
+def check_segment(entry: Any) -> None:
+    """Check a segment's entry, as `segment_entry` makes it: its fields, alone and together.
+
+    Raises as `check_document`.
+    """
     _require_type("a segment", entry, dict)
     _require_type("a segment's map", entry["map"], dict)
     require(

@@ -37,10 +37,7 @@ class MemoryState:
             require_tensor("hidden", self.hidden, layout.dtype, 1, spec.hidden_size)
             require_tensor("logits", self.logits, torch.float32, spec.vocab_size)
         if spec.states is not None and (states := self.cache.recurrent_states):
-            shapes, dtypes = spec.states.all_shapes(), spec.states.all_dtypes(layout.dtype)
-            require(states.keys() == shapes.keys(), "states of other layers than the model's")
-            for name, shape in shapes.items():
-                require_tensor(f"the state {name!r}", states[name], dtypes[name], *shape)
+            spec.states.check(states, layout.dtype)
 
     def check_consistency(self) -> None:
         """Raise ValueError if no memory of any model can be in this state."""
