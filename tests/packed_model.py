@@ -15,6 +15,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.spec.state_layers import StateLayers, is_float32_weight
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, pack, quantise
 from kvkeep.models.weights.tensors import is_router, matrix_shapes
@@ -152,6 +153,41 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
     return replace(usual, **beyond)
 
 
+# Widths of 16 more than a multiple of 32, numbers of heads that are not powers of two, and a matrix
+# whose rows are not a multiple of 16.
+STATE_LAYERS = {
+    "convolution": StateLayers("convolution", (0, 1, 3), 160, conv_width=4, conv_bias=True),
+    "delta_net": StateLayers(
+        "delta_net",
+        (0, 1, 3),
+        channels=2 * 3 * 48 + 6 * 80,
+        conv_width=3,
+        key_heads=3,
+        value_heads=6,
+        key_dim=48,
+        value_dim=80,
+    ),
+    "mamba2": StateLayers(
+        "mamba2",
+        (0, 1, 3),
+        channels=9 * 32 + 2 * 3 * 48,
+        conv_width=4,
+        conv_bias=True,
+        key_heads=3,
+        value_heads=9,
+        key_dim=48,
+        value_dim=32,
+        proj_bias=True,
+    ),
+}
+STATE_LAYERS["delta_net, tiled"] = replace(STATE_LAYERS["delta_net"], tiled_output=True)
+
+
+def spec_with_states(kind: str) -> ModelSpec:
+    """Return a spec with four layers, of which the third attends."""
+    return replace(spec_of(), layers=4, states=STATE_LAYERS[kind])
+
+
 def packed_model(
     spec: ModelSpec, bits: MatrixBits | None, seed: int = 0, lossless: bool = True
 ) -> Model:
@@ -164,6 +200,8 @@ def packed_model(
     for name, shape in tensor_shapes(spec).items():
         drawn = torch.randn(shape, generator=random)
         tensors[name] = 1 + 0.1 * drawn if len(shape) == 1 else 0.15 * drawn
+        if name.endswith((".A_log", ".dt_bias")):  # states that fade slowly, and others that do not
+            tensors[name] = drawn - 2
     if spec.experts:
         routed_by_tokens(tensors, 0.15)
     matrices_packed: dict[str, PackedMatrix] = {}
@@ -174,7 +212,10 @@ def packed_model(
             if lossless:
                 tensors[source] = rounded.values()
             matrices_packed[name] = pack(rounded)
-    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    halves = {
+        name: tensor if is_float32_weight(name) else tensor.bfloat16()
+        for name, tensor in tensors.items()
+    }
     text = TextCodec(Path(), small_tokenizer())
     return Model("packed", Path("packed"), new_decoder(spec, halves, matrices_packed), text)
 

@@ -1,7 +1,7 @@
 """The ctypes binding of the compiled kernels: their structures, functions and status codes.
 
-Structure `CName` mirrors `Name` in `src/matrix.h`, `src/cells.h`, `src/decode.h`, `src/chunk.h` or
-`src/similarity.h`. A library whose structures differ in any field is not used.
+Structure `CName` mirrors `Name` in `src/matrix.h`, `src/cells.h`, `src/states.h`, `src/decode.h`,
+`src/chunk.h` or `src/similarity.h`. A library whose structures differ in any field is not used.
 """
 
 import ctypes
@@ -65,6 +65,35 @@ class CPerLayerInput(_KernelStructure):
     _fields_ = _fields(("gate projection", CMatrix), ("norm", c_void_p))
 
 
+class CStateShape(_KernelStructure):
+    _fields_ = _fields(
+        ("kind channels conv_width key_heads value_heads key_dim value_dim tiled_output", c_int32),
+        ("norm_eps", c_float),
+    )
+
+
+class CStateLayer(_KernelStructure):
+    _fields_ = _fields(
+        ("input gate rate decay", CMatrix),
+        ("taps conv_bias step_bias decay_rates skip norm", c_void_p),
+        ("index reserved", c_int32),
+    )
+
+
+class CLayerStates(_KernelStructure):
+    _fields_ = _fields(("inputs matrices new_inputs new_matrices", c_void_p))
+
+
+class CStateChunk(_KernelStructure):
+    _fields_ = _fields(
+        ("shape", POINTER(CStateShape)),
+        ("layer", POINTER(CStateLayer)),
+        ("states", CLayerStates),
+        ("input gate rate decay out", c_void_p),
+        ("tokens threads", c_int32),
+    )
+
+
 class CLayer(_KernelStructure):
     _fields_ = _fields(
         ("query key value output", CMatrix),
@@ -73,6 +102,7 @@ class CLayer(_KernelStructure):
         ("attention_output_norm mlp_output_norm", c_void_p),
         ("experts", POINTER(CMixtureOfExperts)),
         ("per_layer_input", POINTER(CPerLayerInput)),
+        ("state", POINTER(CStateLayer)),
         ("sinks", c_void_p),
         ("group cell_layer rotated", c_int32),
         ("output_scale", c_float),
@@ -97,6 +127,7 @@ class CModel(_KernelStructure):
         ("gated_attention", c_int32),
         ("norm", c_void_p),
         ("per_layer", POINTER(CPerLayerEmbedding)),
+        ("states", POINTER(CStateShape)),
         ("layers", POINTER(CLayer)),
         ("groups", POINTER(CLayerGroup)),
         ("embedding head", CMatrix),
@@ -149,6 +180,7 @@ class CDecodeStep(_KernelStructure):
     _fields_ = _fields(
         ("sequence_count threads", c_int32),
         ("groups", POINTER(CGroupViews)),
+        ("states", POINTER(CLayerStates)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
@@ -224,6 +256,7 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(CChunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int32, c_void_p, c_int32, c_void_p]
     kernels.kvkeep_angles.restype = None
+    kernels.kvkeep_state_chunk.argtypes = [POINTER(CStateChunk)]
     kernels.kvkeep_most_similar.argtypes = [POINTER(CSimilarity)]
     return kernels
 

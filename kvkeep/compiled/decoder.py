@@ -18,9 +18,10 @@ from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import shared_scratch
 from kvkeep.compiled.model import describe_model, kernel_groups
 from kvkeep.compiled.products import ProductExecutor, prompt_dtype, unavailable_reason
+from kvkeep.compiled.states import DecodedStates, output_width, unsupported_states
 from kvkeep.compiled.step import GroupShape, describe_step
 from kvkeep.errors import KernelMismatch
-from kvkeep.models.layers.executor import AnyStep
+from kvkeep.models.layers.executor import AnyStep, run_network
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP_COLUMNS
 from kvkeep.models.weights.packing import Matrix
@@ -30,7 +31,9 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     """Say why the kernels do not run a model, as a predicate of "the kernels"; empty if they do."""
     groups, head_dims = spec.groups, [group.head_dim for group in spec.groups]
     query_sizes = [spec.heads * head_dim for head_dim in head_dims]
-    widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, spec.per_layer_size)
+    state_size = output_width(spec.states) if spec.states else 0
+    state_reason = unsupported_states(spec.states) if spec.states else ""
+    widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, state_size, spec.per_layer_size)
     dtype_name, widths_text = str(layout.dtype).removeprefix("torch."), ", ".join(map(str, widths))
     bad_head_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
     has_other_table = any(g.head_dim != 2 * len(g.rope.inverse_frequencies) for g in groups)
@@ -39,7 +42,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     obstacles = [
         (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
-        (spec.states, "compute no state layers: torch does, with their matrix products"),
+        (state_reason, state_reason),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_other_table, "need a RoPE frequency for each pair of a head"),
@@ -95,7 +98,7 @@ class CompiledExecutor(ProductExecutor):
         if isinstance(step, ChunkStep):
             with shared_scratch():
                 attention = chunk_attention(step, self.kernels)
-                return self.network.forward(tokens, attention, input_norms)
+                return run_network(self.network, tokens, step, attention, input_norms)
         model = self._decode_model if step.sampled else self._prompt_model
         steps = [step] if isinstance(step, DecodeStep) else step.steps  # of a batch of sequences
         return self._decode(tokens.tolist(), steps, model)
@@ -109,8 +112,11 @@ class CompiledExecutor(ProductExecutor):
                 f"found {list(tokens)}"
             )
         hidden = torch.empty(len(tokens), spec.hidden_size, dtype=torch.bfloat16, device="cpu")
+        states = None if spec.states is None else DecodedStates(spec.states, steps)
         step, _views_kept_alive = describe_step(
-            tokens, steps, self._shapes, self._model_groups, hidden, self.seconds
+            tokens, steps, self._shapes, self._model_groups, hidden, states, self.seconds
         )
         raise_for_status(self.kernels.kvkeep_decode(model, step))
+        if states is not None:
+            states.finish()
         return hidden

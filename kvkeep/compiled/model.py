@@ -10,6 +10,7 @@ import torch
 
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, require
+from kvkeep.compiled.states import describe_state_layer, output_projection, state_shape
 from kvkeep.models.layers.experts import (
     EXPERT_SCALES,
     PARALLEL_NORMS,
@@ -83,6 +84,8 @@ def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c
         embedding=operands.describe_matrix(EMBEDDING, sampled=False),
         head=operands.describe_matrix(LM_HEAD, sampled=True),
     )
+    if spec.states is not None:
+        model.states = pointer(state_shape(spec, spec.states))
     if spec.per_layer_size:
         per_layer = c.CPerLayerEmbedding(
             table=operands.describe_matrix(PER_LAYER_TABLE, sampled=False),
@@ -122,18 +125,23 @@ def _describe_layer(
 ) -> c.CLayer:
     prefix = f"model.layers.{index}."
     describe = partial(operands.describe_matrix, sampled=sampled)
-    has_experts, group = spec.has_experts(index), spec.group_of(index)
+    has_experts = spec.has_experts(index)
     sinks = operands.tensors.get(f"{prefix}self_attn.sinks")
     output_scale = operands.tensors.get(f"{prefix}layer_scalar")
     layer = c.CLayer(
         **{field: describe(f"{prefix}{name}.weight") for field, name in _PROJECTIONS.items()},
         **{field: operands.address_of(f"{prefix}{name}.weight") for field, name in _NORMS.items()},
         sinks=None if sinks is None else operands.copy_address(sinks, torch.float32),
-        group=groups.index((group, group.query_scale(index))),
-        cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
         rotated=index not in spec.unrotated_layers,
         output_scale=1.0 if output_scale is None else output_scale.item(),
     )
+    if spec.states is not None and spec.is_state_layer(index):
+        layer.output = describe(output_projection(spec.states, index))
+        layer.state = pointer(describe_state_layer(operands, spec.states, index, sampled))
+    else:
+        group = spec.group_of(index)
+        layer.group = groups.index((group, group.query_scale(index)))
+        layer.cell_layer = spec.layers_with_cells(group).index(spec.kv_source(index))
     if spec.experts_beside or not has_experts:
         layer.mlp = _describe_mlp(f"{prefix}mlp", describe)
     if has_experts:

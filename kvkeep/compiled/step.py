@@ -11,6 +11,7 @@ from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
+from kvkeep.compiled.states import DecodedStates
 from kvkeep.errors import KernelMismatch
 
 
@@ -29,14 +30,15 @@ def describe_step(
     shapes: Sequence[GroupShape],
     model_groups: Sequence[int],
     hidden: Tensor,
+    states: DecodedStates | None = None,
     seconds: Any = None,
 ) -> tuple[c.CDecodeStep, list[list[SharedView]]]:
     """Describe a decode step of one token for each of several sequences.
 
     steps: one for each token. shapes: one for each of the model's layer groups. model_groups: for
     each of the kernels' groups, the index of the model's group whose cells it reads. hidden:
-    `[tokens, hidden]` bfloat16, for the result. seconds: an array that each phase's seconds are
-    added to.
+    `[tokens, hidden]` bfloat16, for the result. states: of state layers. seconds: an array that
+    each phase's seconds are added to.
 
     Also returns the views whose biases the structure points to: they must live as long as it.
     Raises KernelMismatch for cells of another shape.
@@ -53,7 +55,8 @@ def describe_step(
     groups = (c.CGroupViews * len(model_groups))(*(group_views[index] for index in model_groups))
     threads, hidden_address = torch.get_num_threads(), hidden.data_ptr()
     # A structure keeps all arrays and structures alive that it points to, but no tensors.
-    step = c.CDecodeStep(len(steps), threads, groups, hidden_address, seconds)
+    state_array = None if states is None else states.described
+    step = c.CDecodeStep(len(steps), threads, groups, state_array, hidden_address, seconds)
     return step, views_by_group
 
 

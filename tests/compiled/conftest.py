@@ -15,12 +15,13 @@ ON_EACH_SET = {
     "test_products",
     "test_ragged",
     "test_sizes",
+    "test_states",
 }
 
 
 # Modules that decode whole models: minutes under sanitizers (`make sanitize`), which therefore run
 # them on the best set only. Products and attention, which differ by set, have tests of their own.
-WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged"}
+WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged", "test_states"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

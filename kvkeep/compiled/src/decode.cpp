@@ -14,6 +14,7 @@
 #include "attention_group.h"
 #include "normalise.h"
 #include "per_layer.h"
+#include "state_forward.h"
 #include "activation_rows.h"
 #include "thread_team.h"
 
@@ -36,16 +37,20 @@ class DecodeForward {
         activated_(step.sequence_count, model.mlp_size),
         experts_(model, step.sequence_count),
         per_layer_(model, step.sequence_count) {
-    int queries = 0, widest = 0;
+    int mixed = 0, widest = 0;  // mixed: the inputs of output projections
+    if (model.states) {
+      states_ = std::make_unique<StateForward>(*model.states, step.sequence_count, 1, step.threads);
+      mixed = model.states->output_width();
+    }
     for (int g = 0; g < model.group_count; ++g) {
       groups_.push_back(make_attention_group(model, model.groups[g], step.groups[g], step));
       supported_ &= groups_.back() != nullptr;
       if (!supported_) return;
       const AttentionGroup& in = *groups_.back();
-      queries = std::max(queries, in.queries_width);
+      mixed = std::max(mixed, in.queries_width);
       widest = std::max(widest, in.projected_width());
     }
-    attended_ = std::make_unique<ActivationBuffer>(step.sequence_count, queries);
+    mixed_ = std::make_unique<ActivationBuffer>(step.sequence_count, mixed);
     projected_values_ = std::make_unique<Buffer<float>>(std::size_t(step.sequence_count) * widest);
     projected_ = {projected_values_->get(), widest};
   }
@@ -88,25 +93,15 @@ class DecodeForward {
     }
     for (int l = 0; l < model_.layer_count; ++l) {
       const Layer& layer = model_.layers[l];
-      AttentionGroup& in = *groups_[layer.group];
-      ActivationRows attended = with_columns(*attended_, in.queries_width);
+      const ActivationRows mixed = with_columns(*mixed_, layer.output.columns);
       team_.run_shared_then_wait(me, count, 1,
                                  [&](int i) { normalise_residual(i, layer.attention_norm); });
       clock.ends(Phase::kNorms);
-      project(me, layer, in);
-      clock.ends(Phase::kProjections);
-      team_.run_shared_then_wait(me, count + in.views.view_count, 1,
-                                 [&](int i) { in.store_or_rotate(layer, projected_, i); });
-      clock.ends(Phase::kCells);
-      team_.run_shared_then_wait(me, in.units(layer), 1,
-                                 [&](int u) { in.attend_unit(me, layer, u); });
-      team_.run_shared_then_wait(me, count, 1, [&](int i) {
-        in.merge(layer, i, attended.row(i));
-        if (model_.gated_attention) in.apply_gates(projected_, i, attended.row(i));
-        attended.prepare_row(i);
-      });
-      clock.ends(Phase::kAttention);
-      add_product(me, layer.output, attended, layer.attention_output_norm);
+      if (layer.state)
+        mix_by_state(me, *layer.state, mixed, clock);
+      else
+        attend(me, layer, mixed, clock);
+      add_product(me, layer.output, mixed, layer.attention_output_norm);
       clock.ends(Phase::kOutput);
       if (!model_.parallel)
         team_.run_shared_then_wait(me, count, 1,
@@ -125,6 +120,37 @@ class DecodeForward {
                 });
     });
     clock.ends(Phase::kNorms);
+  }
+
+  // Store new cells and attend: [sequences, heads * head_dim].
+  void attend(int me, const Layer& layer, const ActivationRows& mixed, PhaseClock& clock) {
+    const int count = step_.sequence_count;
+    AttentionGroup& in = *groups_[layer.group];
+    project(me, layer, in);
+    clock.ends(Phase::kProjections);
+    team_.run_shared_then_wait(me, count + in.views.view_count, 1,
+                               [&](int i) { in.store_or_rotate(layer, projected_, i); });
+    clock.ends(Phase::kCells);
+    team_.run_shared_then_wait(me, in.units(layer), 1,
+                               [&](int u) { in.attend_unit(me, layer, u); });
+    team_.run_shared_then_wait(me, count, 1, [&](int i) {
+      in.merge(layer, i, mixed.row(i));
+      if (model_.gated_attention) in.apply_gates(projected_, i, mixed.row(i));
+      mixed.prepare_row(i);
+    });
+    clock.ends(Phase::kAttention);
+  }
+
+  // Replace the states of a layer and read them, in the place of attention.
+  void mix_by_state(int me, const StateLayer& layer, const ActivationRows& mixed,
+                    PhaseClock& clock) {
+    const int count = step_.sequence_count;
+    states_->project(me, team_, layer, normed_);
+    clock.ends(Phase::kProjections);
+    const LayerStates* states = step_.states + std::size_t(layer.index) * count;
+    states_->mix(me, team_, layer, states, mixed.x, mixed.columns);
+    team_.run_shared_then_wait(me, count, 1, [&](int i) { mixed.prepare_row(i); });
+    clock.ends(Phase::kAttention);
   }
 
   float* residual(int i) { return residual_.get() + std::size_t(i) * model_.hidden_size; }
@@ -343,7 +369,8 @@ class DecodeForward {
   ExpertForward experts_;
   PerLayerForward per_layer_;
   std::vector<std::unique_ptr<AttentionGroup>> groups_;  // of each LayerGroup
-  std::unique_ptr<ActivationBuffer> attended_;
+  std::unique_ptr<StateForward> states_;                 // null without state layers
+  std::unique_ptr<ActivationBuffer> mixed_;
   std::unique_ptr<Buffer<float>> projected_values_;
   ProjectedRows projected_{};
   bool supported_ = true;

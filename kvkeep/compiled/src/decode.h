@@ -5,6 +5,7 @@
 
 #include "cells.h"
 #include "matrix.h"
+#include "states.h"
 
 namespace kvkeep {
 
@@ -53,6 +54,7 @@ struct PerLayerInput {
 // key has no rows where the layer attends to the cells of another layer and stores none. value has
 // no rows there either, nor where values are keys before these are normed and rotated. With gates
 // on attention, query has the rows of all heads' queries and then those of all heads' gates.
+// A layer with a state has none of the three, and no cells.
 // Norms are [hidden], or null: of the inputs of attention and MLP, and of their outputs. query_norm
 // and key_norm: [head_dim], or of all heads together (Model::qk_norm_whole); or null.
 struct Layer {
@@ -66,6 +68,7 @@ struct Layer {
   const Bf16* mlp_output_norm;
   const MixtureOfExperts* experts;       // instead of the MLP, or in parallel with it; or null
   const PerLayerInput* per_layer_input;  // or null
+  const StateLayer* state;               // in the place of attention; or null
   const float* sinks;                    // [heads], attention sink logits; or null
   std::int32_t group;                    // index of its LayerGroup
   std::int32_t cell_layer;               // index of its cells among those of the group's layers
@@ -104,6 +107,7 @@ struct Model {
   std::int32_t gated_attention;        // not 0: sigmoids of gates multiply what is attended
   const Bf16* norm;                    // [hidden], of the final hidden state
   const PerLayerEmbedding* per_layer;  // or null
+  const StateShape* states;            // of state layers; or null
   const Layer* layers;
   const LayerGroup* groups;
   Matrix embedding;  // [vocab, hidden]
@@ -155,9 +159,10 @@ struct GroupViews {
 
 struct DecodeStep {
   std::int32_t sequence_count, threads;
-  const GroupViews* groups;  // [Model::group_count]
-  Bf16* hidden;              // out: [sequences, hidden], normed
-  double* seconds;           // out: added to for each Phase; or null
+  const GroupViews* groups;   // [Model::group_count]
+  const LayerStates* states;  // [state layers, sequences], or null
+  Bf16* hidden;               // out: [sequences, hidden], normed
+  double* seconds;            // out: added to for each Phase; or null
 };
 
 }  // namespace kvkeep

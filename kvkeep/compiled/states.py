@@ -1,0 +1,179 @@
+"""Describes state layers and the states of sequences to the compiled kernels."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.step import DecodeStep
+from kvkeep.compiled import binding as c
+from kvkeep.compiled.operands import ModelOperands, address
+from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, GATED_NORM
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.state_layers import (
+    StateKind,
+    StateLayers,
+    conv_state_name,
+    recurrent_state_name,
+)
+
+# The kinds of state layers, in the order of `StateKind` in src/states.h.
+_KINDS: tuple[StateKind, ...] = ("convolution", "delta_net", "mamba2")
+# The names of a layer's matrices and tensors by kind, and their fields in CStateLayer.
+_MATRICES: Mapping[StateKind, Mapping[str, str]] = {
+    "convolution": {"input": "conv.in_proj"},
+    "delta_net": {
+        "input": "linear_attn.in_proj_qkv",
+        "gate": "linear_attn.in_proj_z",
+        "rate": "linear_attn.in_proj_b",
+        "decay": "linear_attn.in_proj_a",
+    },
+    "mamba2": {"input": "mamba.in_proj"},
+}
+_OUTPUTS: Mapping[StateKind, str] = {
+    "convolution": "conv.out_proj.weight",
+    "delta_net": DELTA_NET_OUTPUT,
+    "mamba2": "mamba.out_proj.weight",
+}
+_CONVOLUTIONS: Mapping[StateKind, str] = {
+    "convolution": "conv.conv",
+    "delta_net": "linear_attn.conv1d",
+    "mamba2": "mamba.conv1d",
+}
+_NORMS: Mapping[StateKind, str] = {"delta_net": GATED_NORM, "mamba2": "mamba.norm.weight"}
+_LANES = 16  # `kLanes` in src/lanes.h
+
+
+def unsupported_states(layers: StateLayers) -> str:
+    """Say why the kernels do not run state layers, as a predicate of "the kernels", or ""."""
+    if layers.kind not in _KINDS:
+        return f"compute no state layers of the kind {layers.kind}"
+    widths = {"channels": layers.channels, "key_dim": layers.key_dim, "value_dim": layers.value_dim}
+    found = ", ".join(f"{name} {width}" for name, width in widths.items() if width % _LANES)
+    if found:
+        return f"need state layers with widths that are multiples of {_LANES}; found {found}"
+    if layers.key_heads and layers.value_heads % layers.key_heads:
+        return "need the same number of value heads for each key head of state layers"
+    return ""
+
+
+def output_width(layers: StateLayers) -> int:
+    """Return the number of columns of a state layer's output projection."""
+    is_convolution = layers.kind == "convolution"
+    return layers.channels if is_convolution else layers.value_heads * layers.value_dim
+
+
+def state_shape(spec: ModelSpec, layers: StateLayers) -> c.CStateShape:
+    """Describe the sizes that all state layers of a model have."""
+    return c.CStateShape(
+        kind=_KINDS.index(layers.kind),
+        channels=layers.channels,
+        conv_width=layers.conv_width,
+        key_heads=layers.key_heads,
+        value_heads=layers.value_heads,
+        key_dim=layers.key_dim,
+        value_dim=layers.value_dim,
+        tiled_output=layers.tiled_output,
+        norm_eps=spec.norm_eps,
+    )
+
+
+def output_projection(layers: StateLayers, index: int) -> str:
+    """Return the name of a state layer's output projection."""
+    return f"model.layers.{index}.{_OUTPUTS[layers.kind]}"
+
+
+def describe_state_layer(
+    operands: ModelOperands, layers: StateLayers, index: int, sampled: bool
+) -> c.CStateLayer:
+    """Describe the weights of a state layer, but for its output projection.
+
+    Raises KernelMismatch for weights that the spec does not describe.
+    """
+    prefix, kind = f"model.layers.{index}.", layers.kind
+    convolution = f"{prefix}{_CONVOLUTIONS[kind]}"
+    taps = operands.tensors[f"{convolution}.weight"][:, 0].t()
+
+    def floats(name: str) -> int | None:
+        tensor = operands.tensors.get(f"{prefix}{name}")
+        return None if tensor is None else operands.copy_address(tensor, torch.float32)
+
+    module = {"delta_net": "linear_attn.", "mamba2": "mamba."}.get(kind, "")
+    decay_log = operands.tensors.get(f"{prefix}{module}A_log")
+    decay_rates = None if decay_log is None else -decay_log.float().exp()
+    return c.CStateLayer(
+        **{
+            field: operands.describe_matrix(f"{prefix}{name}.weight", sampled)
+            for field, name in _MATRICES[kind].items()
+        },
+        taps=operands.copy_address(taps, torch.bfloat16),
+        conv_bias=operands.address_of(f"{convolution}.bias"),
+        step_bias=floats(f"{module}dt_bias"),
+        decay_rates=None
+        if decay_rates is None
+        else operands.copy_address(decay_rates, torch.float32),
+        skip=floats(f"{module}D"),
+        norm=floats(_NORMS[kind]) if kind in _NORMS else None,
+        index=layers.layers.index(index),
+    )
+
+
+class DecodedStates:
+    """The states of sequences before and after a decode step.
+
+    The kernels read the old ones and write the new ones; `finish` gives these to the steps.
+    Raises KernelMismatch for states of another shape.
+    """
+
+    def __init__(self, layers: StateLayers, steps: Sequence[DecodeStep]):
+        self._steps = steps
+        self._new_states: list[dict[str, Tensor]] = [{} for _ in steps]
+        # [state layers, sequences], as the kernels take them.
+        self.described = (c.CLayerStates * (len(layers.layers) * len(steps)))()
+        described = iter(self.described)
+        for named_states in _states_by_layer(layers):
+            for step, new_states in zip(steps, self._new_states, strict=True):
+                pair = next(described)
+                for state in named_states:
+                    new_states[state.name] = state.describe(step, pair)
+
+    def finish(self) -> None:
+        """Replace the steps' states by the new ones."""
+        for step, new_states in zip(self._steps, self._new_states, strict=True):
+            step.recurrent_states = new_states
+
+
+class _NamedState(NamedTuple):
+    """A state of one layer, and its field in CLayerStates."""
+
+    field: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def describe(self, step: DecodeStep, states: c.CLayerStates) -> Tensor:
+        """Describe a sequence's old state, if it has one, and its new one, which is returned."""
+        if (old := step.recurrent_states.get(self.name)) is not None:
+            setattr(states, self.field, address(old, "a state", self.dtype, self.shape))
+        new = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        setattr(states, f"new_{self.field}", new.data_ptr())
+        return new
+
+
+@cache
+def _states_by_layer(layers: StateLayers) -> list[list[_NamedState]]:
+    """Return the states of each layer of a bfloat16 model."""
+    shapes, dtypes = layers.all_shapes(), layers.all_dtypes(torch.bfloat16)
+    return [
+        [
+            _NamedState(field, name, shapes[name], dtypes[name])
+            for field, name in (
+                ("inputs", conv_state_name(index)),
+                ("matrices", recurrent_state_name(index)),
+            )
+            if name in shapes
+        ]
+        for index in layers.layers
+    ]
