@@ -98,7 +98,9 @@ class CompiledExecutor(ProductExecutor):
         if isinstance(step, ChunkStep):
             with shared_scratch():
                 attention = chunk_attention(step, self.kernels)
-                return run_network(self.network, tokens, step, attention, input_norms)
+                return run_network(
+                    self.network, tokens, step, attention, input_norms, self.state_mixer
+                )
         model = self._decode_model if step.sampled else self._prompt_model
         steps = [step] if isinstance(step, DecodeStep) else step.steps  # of a batch of sequences
         return self._decode(tokens.tolist(), steps, model)

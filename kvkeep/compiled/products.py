@@ -15,6 +15,7 @@ from kvkeep.compiled.chunk import layer_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
 from kvkeep.compiled.operands import ModelOperands, address
+from kvkeep.compiled.states import KernelMixer, unsupported_states
 from kvkeep.models.layers.executor import AnyStep, run_network
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import LM_HEAD
@@ -83,6 +84,14 @@ class ProductExecutor:
         self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
 
     @cached_property
+    def state_mixer(self) -> KernelMixer | None:
+        """The kernels of state layers, if they support those of the model."""
+        layers = self.spec.states
+        if layers is None or unsupported_states(layers):
+            return None
+        return KernelMixer(self.spec, layers, self.operands, self.kernels)
+
+    @cached_property
     def _head(self) -> CMatrix:
         return self.operands.describe_matrix(LM_HEAD, sampled=True)
 
@@ -124,7 +133,8 @@ class ProductExecutor:
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         """Return the final hidden states of a step, `[n, hidden]` bfloat16; see `Executor`."""
         with shared_scratch():
-            return run_network(self.network, tokens, step, layer_attention(step), input_norms)
+            attention = layer_attention(step)
+            return run_network(self.network, tokens, step, attention, input_norms, self.state_mixer)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, `[n, vocab]` float32."""

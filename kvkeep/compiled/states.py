@@ -1,6 +1,8 @@
 """Describes state layers and the states of sequences to the compiled kernels."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
+from ctypes import pointer
 from functools import cache
 from typing import NamedTuple
 
@@ -137,12 +139,56 @@ class DecodedStates:
             for step, new_states in zip(steps, self._new_states, strict=True):
                 pair = next(described)
                 for state in named_states:
-                    new_states[state.name] = state.describe(step, pair)
+                    new_states[state.name] = state.describe(step.recurrent_states, pair)
 
     def finish(self) -> None:
         """Replace the steps' states by the new ones."""
         for step, new_states in zip(self._steps, self._new_states, strict=True):
             step.recurrent_states = new_states
+
+
+class KernelMixer:
+    """The kernels' computation of a state layer between its projections, in bfloat16."""
+
+    def __init__(
+        self, spec: ModelSpec, layers: StateLayers, operands: ModelOperands, kernels: ctypes.CDLL
+    ):
+        self._kernels, self._layers = kernels, layers
+        self._shape, self._width = state_shape(spec, layers), output_width(layers)
+        self._described = {
+            index: describe_state_layer(operands, layers, index, sampled=False)
+            for index in layers.layers
+        }
+
+    def __call__(
+        self,
+        layer: int,
+        projections: Sequence[Tensor],
+        old_states: Mapping[str, Tensor],
+        new_states: dict[str, Tensor],
+    ) -> Tensor:
+        """Take the tokens of a sequence into a layer's states; see `StateMixer`."""
+        described, n = self._described[layer], projections[0].shape[0]
+        states = c.CLayerStates()
+        for state in _states_by_layer(self._layers)[described.index]:
+            new_states[state.name] = state.describe(old_states, states)
+        out = torch.empty(n, self._width, dtype=torch.bfloat16, device="cpu")
+        fields = _MATRICES[self._layers.kind]
+        rows = {field: getattr(described, field).rows for field in fields}
+        chunk = c.CStateChunk(
+            shape=pointer(self._shape),
+            layer=pointer(described),
+            states=states,
+            **{
+                field: address(x, "projections", torch.bfloat16, (n, count))
+                for (field, count), x in zip(rows.items(), projections, strict=True)
+            },
+            out=out.data_ptr(),
+            tokens=n,
+            threads=torch.get_num_threads(),
+        )
+        c.raise_for_status(self._kernels.kvkeep_state_chunk(chunk))
+        return out
 
 
 class _NamedState(NamedTuple):
@@ -153,9 +199,9 @@ class _NamedState(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def describe(self, step: DecodeStep, states: c.CLayerStates) -> Tensor:
+    def describe(self, old_states: Mapping[str, Tensor], states: c.CLayerStates) -> Tensor:
         """Describe a sequence's old state, if it has one, and its new one, which is returned."""
-        if (old := step.recurrent_states.get(self.name)) is not None:
+        if (old := old_states.get(self.name)) is not None:
             setattr(states, self.field, address(old, "a state", self.dtype, self.shape))
         new = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         setattr(states, f"new_{self.field}", new.data_ptr())

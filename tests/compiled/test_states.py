@@ -1,5 +1,6 @@
 """State layers in the compiled decode step: short convolutions, Gated DeltaNet and Mamba-2."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -7,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from compiled.test_decoding import by_torch, last
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from packed_model import STATE_LAYERS, packed_model, spec_with_states
 from session_state import same, whole_state
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from kvkeep import SessionGroup
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
+from kvkeep.compiled.states import KernelMixer
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.models.spec.cells import group_layout
@@ -32,25 +36,24 @@ def fed(model: Model, tokens: list[int] = PROMPT) -> Session:
     return session
 
 
-def logits_of(model: Model, written: bool) -> Tensor:
-    """Return the logits after the prompt and after each of some more tokens, `[n, vocab]`."""
+def evaluate(model: Model, written: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the logits after a prompt and after each of some more tokens, and the last states."""
     session = fed(model)
     rows = [last(session)]
     for token in WRITTEN:
         session.score([token], written=written)
         rows.append(last(session))
-    return torch.stack(rows)
+    return torch.stack(rows), session.cache.recurrent_states
 
 
 @cache
-def by_torch_of(kind: str, bits: MatrixBits | None) -> tuple[Tensor, Tensor]:
-    """Return torch's logits in float32 and bfloat16, computed once for all instruction sets."""
+def by_torch_of(
+    kind: str, bits: MatrixBits | None
+) -> tuple[tuple[Tensor, Mapping[str, Tensor]], ...]:
+    """Return `evaluate` of torch in float32 and bfloat16, once for all instruction sets."""
     model = packed_model(spec_with_states(kind), bits)
-    exact, rounded = (
-        logits_of(by_torch(model, dtype), written=True)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    return exact, rounded
+    dtypes = (torch.float32, torch.bfloat16)
+    return tuple(evaluate(by_torch(model, dtype), written=True) for dtype in dtypes)
 
 
 @pytest.mark.parametrize(("bits", "written"), [(None, True), (4, True), (4, False)])
@@ -60,11 +63,15 @@ def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
 ) -> None:
     model = packed_model(spec_with_states(kind), bits)
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    exact, rounded = by_torch_of(kind, bits)
+    (exact, exact_states), (rounded, rounded_states) = by_torch_of(kind, bits)
     reference = (rounded - exact).square().mean()
-    compiled = (logits_of(model, written) - exact).square().mean()
+    logits, states = evaluate(model, written)
     assert exact.abs().max() > 5
-    assert compiled <= 1.2 * reference
+    assert (logits - exact).square().mean() <= 1.2 * reference
+    for name, state in exact_states.items():
+        assert states[name].dtype == rounded_states[name].dtype
+        reference = (rounded_states[name] - state).square().mean()
+        assert (states[name] - state).square().mean() <= 1.5 * reference
 
 
 @pytest.mark.parametrize("kind", STATE_LAYERS)
@@ -92,6 +99,60 @@ def test_a_group_of_forks_gives_the_same_bits_as_each_session_alone(kind: str) -
         assert same(whole_state(one)["states"], whole_state(session)["states"])
         assert torch.equal(last(one), last(session))
     assert same(whole_state(shared), before)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(STATE_LAYERS)), st.lists(st.integers(1, 70), min_size=2, max_size=5))
+def test_a_chunk_is_the_same_to_the_bit_however_it_is_cut(kind: str, counts: list[int]) -> None:
+    mixer, projections = mixer_and_projections(kind, sum(counts))
+    states: list[dict[str, Tensor]] = [{}, {}]
+    whole = mixer(3, projections, {}, states[0])
+    parts = []
+    for cut in zip(*(torch.split(x, counts) for x in projections), strict=True):
+        old, states[1] = states[1], {}
+        parts.append(mixer(3, cut, old, states[1]))
+    assert torch.equal(torch.cat(parts), whole)
+    assert states[0].keys() == states[1].keys()
+    for name, state in states[0].items():
+        assert torch.equal(states[1][name], state)
+
+
+@pytest.mark.parametrize("kind", STATE_LAYERS)
+def test_a_chunk_is_the_same_on_any_number_of_threads(kind: str) -> None:
+    mixer, projections = mixer_and_projections(kind, 70)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            states: dict[str, Tensor] = {}
+            results.append((mixer(0, projections, {}, states), states))
+    finally:
+        torch.set_num_threads(threads)
+    for out, states in results[1:]:
+        assert torch.equal(out, results[0][0])
+        for name, state in states.items():
+            assert torch.equal(state, results[0][1][name])
+
+
+def mixer_and_projections(kind: str, count: int) -> tuple[KernelMixer, list[Tensor]]:
+    """Return the kernels of a model's state layers, and random projections of a layer's input."""
+    layers, executor = STATE_LAYERS[kind], model_of(kind).decoder.executor
+    assert isinstance(executor, CompiledExecutor)
+    assert executor.state_mixer is not None
+    values = layers.value_heads * layers.value_dim
+    widths = {
+        "convolution": [3 * layers.channels],
+        "delta_net": [layers.channels, values, layers.value_heads, layers.value_heads],
+        "mamba2": [values + layers.channels + layers.value_heads],
+    }[layers.kind]
+    random = torch.Generator().manual_seed(count)
+    projections = [torch.randn(count, width, generator=random).bfloat16() for width in widths]
+    return executor.state_mixer, projections
+
+
+@cache
+def model_of(kind: str) -> Model:
+    return packed_model(spec_with_states(kind), None)
 
 
 @pytest.mark.parametrize("kind", STATE_LAYERS)

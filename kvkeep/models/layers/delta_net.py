@@ -30,7 +30,8 @@ class GatedDeltaNet:
     def __init__(self, weights: NamedWeights, layers: StateLayers, index: int):
         spec, heads = weights.spec, layers.value_heads
         hidden_size, self._norm_eps = spec.hidden_size, spec.norm_eps
-        self._layers, self._state_name = layers, recurrent_state_name(index)
+        self._layers, self._index = layers, index
+        self._state_name = recurrent_state_name(index)
         self._key_width = layers.key_heads * layers.key_dim
         value_width = heads * layers.value_dim
 
@@ -49,13 +50,23 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
-        layers, sequences = self._layers, states.sequence_count
-        qkv = F.silu(self._convolution(self._qkv_proj(x), states).float())
+        qkv, gate, rate, decay = projections = [
+            project(x)
+            for project in (self._qkv_proj, self._gate_proj, self._rate_proj, self._decay_proj)
+        ]
+        out = states.mix(self._index, projections)
+        return self._out_proj(self._mix(qkv, gate, rate, decay, states) if out is None else out)
+
+    def _mix(
+        self, qkv: Tensor, gate: Tensor, rate: Tensor, decay: Tensor, states: StepStates
+    ) -> Tensor:
+        """Map projections to the input of the output projection."""
+        layers, sequences, dtype = self._layers, states.sequence_count, qkv.dtype
+        qkv = F.silu(self._convolution(qkv, states).float())
         value_width = layers.channels - 2 * self._key_width
         q, k, v = torch.split(qkv, [self._key_width, self._key_width, value_width], -1)
-        rate = self._rate_proj(x).float().sigmoid()
-        decay = self._decay_proj(x).float() + self._decay_bias
-        log_decay = -self._decay_log.exp() * F.softplus(decay)
+        rate = rate.float().sigmoid()
+        log_decay = -self._decay_log.exp() * F.softplus(decay.float() + self._decay_bias)
         q = _normed(torch.unflatten(q, -1, (layers.key_heads, -1))) * layers.key_dim**-0.5
         k = _normed(torch.unflatten(k, -1, (layers.key_heads, -1)))
         v = torch.unflatten(v, -1, (layers.value_heads, -1))
@@ -70,11 +81,11 @@ class GatedDeltaNet:
         out, state = delta_rule(q, k, v, rate, log_decay, state)
         states.write(self._state_name, state)
         out = out.transpose(1, 2).reshape(-1, layers.value_heads, layers.value_dim)
-        gate = self._gate_proj(x).float().view(out.shape)
+        gate = gate.float().view(out.shape)
         out = F.rms_norm(out, out.shape[-1:], self._norm, self._norm_eps) * F.silu(gate)
         if layers.tiled_output:  # the matrix has the first value head of each key head first
             out = torch.unflatten(out, 1, (layers.key_heads, -1)).transpose(1, 2)
-        return self._out_proj(out.reshape(x.shape[0], -1).to(x.dtype))
+        return out.reshape(out.shape[0], -1).to(dtype)
 
 
 def output_columns(layers: StateLayers, rows: Tensor) -> Tensor:

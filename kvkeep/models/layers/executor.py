@@ -16,7 +16,7 @@ from kvkeep.cache.static import ReplayKey, StaticStep, replay_key
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import require_finite
-from kvkeep.models.layers.states import StepStates
+from kvkeep.models.layers.states import StateMixer, StepStates
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
@@ -49,11 +49,15 @@ def run_network(
     step: AnyStep,
     attention: LayerAttention,
     input_norms: Tensor | None = None,
+    mixer: StateMixer | None = None,
 ) -> Tensor:
-    """Evaluate tokens in torch; see `Executor.forward`. attention: of the step's layers."""
+    """Evaluate tokens in torch; see `Executor.forward`. attention: of the step's layers.
+
+    mixer: for state layers, in the place of their modules; or None.
+    """
     if network.spec.states is None:
         return network.forward(tokens, attention, input_norms)
-    states = StepStates(network.spec.states, step)
+    states = StepStates(network.spec.states, step, mixer)
     hidden = network.forward(tokens, attention, input_norms, states)
     states.finish()
     return hidden

@@ -26,7 +26,8 @@ class Mamba2:
 
     def __init__(self, weights: NamedWeights, layers: StateLayers, index: int):
         hidden_size, heads = weights.spec.hidden_size, layers.value_heads
-        self._layers, self._state_name = layers, recurrent_state_name(index)
+        self._layers, self._index = layers, index
+        self._state_name = recurrent_state_name(index)
         self._norm_eps = weights.spec.norm_eps
         self._key_width = layers.key_heads * layers.key_dim
         self._value_width = heads * layers.value_dim
@@ -43,9 +44,15 @@ class Mamba2:
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
+        projected = self._in_proj(x)
+        out = states.mix(self._index, [projected])
+        return self._out_proj(self._mix(projected, states) if out is None else out)
+
+    def _mix(self, projected: Tensor, states: StepStates) -> Tensor:
+        """Map a projection to the input of the output projection."""
         layers, sequences = self._layers, states.sequence_count
         widths = [self._value_width, layers.channels, layers.value_heads]
-        gate, mixed, steps = torch.split(self._in_proj(x), widths, -1)
+        gate, mixed, steps = torch.split(projected, widths, -1)
         mixed = F.silu(self._convolution(mixed, states).float())
         widths = [self._value_width, self._key_width, self._key_width]
         values, b, c = torch.split(mixed, widths, -1)
@@ -67,7 +74,7 @@ class Mamba2:
         out = out.flatten(1) * F.silu(gate.float())
         groups = torch.unflatten(out, 1, (layers.key_heads, -1))
         out = F.rms_norm(groups, groups.shape[-1:], None, self._norm_eps).flatten(1) * self._norm
-        return self._out_proj(out.to(x.dtype))
+        return out.to(projected.dtype)
 
 
 def _scan(

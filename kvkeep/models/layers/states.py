@@ -4,6 +4,9 @@ A state is replaced at each step and never written to, so that forks share it, a
 fails leaves it as it was. Convolutions sum in one order, whatever steps a text is cut into.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,23 @@ from kvkeep.models.layers.primitives import NamedWeights
 from kvkeep.models.spec.state_layers import StateLayers, conv_state_name
 
 
+class StateMixer(Protocol):
+    """Computes what a state layer does between its projections, in the place of its module."""
+
+    def __call__(
+        self,
+        layer: int,
+        projections: Sequence[Tensor],
+        old_states: Mapping[str, Tensor],
+        new_states: dict[str, Tensor],
+    ) -> Tensor:
+        """Take the tokens of one sequence into the states of a layer, by its index in the model.
+
+        projections: of the layer's input, `[n, rows]` each. new_states: takes the layer's states.
+        Returns the input of the output projection, `[n, width]`.
+        """
+
+
 class StepStates:
     """The states of the sequences that a step evaluates: one, or each of a group.
 
@@ -20,14 +40,34 @@ class StepStates:
     the step.
     """
 
-    def __init__(self, layers: StateLayers, step: DecodeStep | ChunkStep | GroupStep):
+    def __init__(
+        self,
+        layers: StateLayers,
+        step: DecodeStep | ChunkStep | GroupStep,
+        mixer: StateMixer | None = None,
+    ):
         self._steps = step.steps if isinstance(step, GroupStep) else (step,)
         self._shapes = layers.all_shapes()
+        self._mixer = mixer
         self._new_states: list[dict[str, Tensor]] = [{} for _ in self._steps]
 
     @property
     def sequence_count(self) -> int:
         return len(self._steps)
+
+    def mix(self, layer: int, projections: Sequence[Tensor]) -> Tensor | None:
+        """Take all tokens into a layer's states by the step's mixer, if it has one.
+
+        Returns the input of the output projection, `[tokens, width]`; None without a mixer.
+        """
+        if self._mixer is None:
+            return None
+        parts = zip(*(torch.tensor_split(x, self.sequence_count) for x in projections), strict=True)
+        outputs = [
+            self._mixer(layer, part, step.recurrent_states, new_states)
+            for step, part, new_states in zip(self._steps, parts, self._new_states, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def read(self, name: str, like: Tensor) -> Tensor:
         """Return a state of each sequence, `[sequences, ...]`; zeros before a first token.
@@ -75,14 +115,20 @@ class ShortConvolution:
 
     def __init__(self, weights: NamedWeights, layers: StateLayers, index: int):
         hidden_size, channels, bias = weights.spec.hidden_size, layers.channels, layers.conv_bias
+        self._index = index
         self._in_proj = weights.matrix("conv.in_proj.weight", 3 * channels, hidden_size, bias)
         self._convolution = CausalConvolution(weights, "conv.conv", layers, index)
         self._out_proj = weights.matrix("conv.out_proj.weight", hidden_size, channels, bias)
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
-        b, c, values = self._in_proj(x).chunk(3, dim=-1)
-        return self._out_proj(c * self._convolution(b * values, states))
+        projected = self._in_proj(x)
+        out = states.mix(self._index, [projected])
+        return self._out_proj(self._mix(projected, states) if out is None else out)
+
+    def _mix(self, projected: Tensor, states: StepStates) -> Tensor:
+        b, c, values = projected.chunk(3, dim=-1)
+        return c * self._convolution(b * values, states)
 
 
 def causal_convolution(inputs: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
