@@ -71,7 +71,7 @@ def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     for name, state in exact_states.items():
         assert states[name].dtype == rounded_states[name].dtype
         reference = (rounded_states[name] - state).square().mean()
-        assert (states[name] - state).square().mean() <= 1.5 * reference
+        assert (states[name] - state).square().mean() <= 2 * reference
 
 
 @pytest.mark.parametrize("kind", STATE_LAYERS)
