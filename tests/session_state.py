@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvkeep.cache import RaggedCells, Segment
+from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.cache.quantised import stored_tensors
 from kvkeep.session.session import Session
 
@@ -40,6 +41,19 @@ def whole_state(session: Session) -> Whole:
         "logits": session.logits,
         "states": {name: state.clone() for name, state in cache.recurrent_states.items()},
         "segments": [segment_state(segment) for segment in cache.all_segments],
+        "checkpoints": [checkpoint_state(each) for each in memory.checkpoints.entries],
+        "checkpoint settings": (memory.checkpoints.max_bytes, memory.checkpoints.branch),
+    }
+
+
+def checkpoint_state(checkpoint: Checkpoint) -> Whole:
+    """A checkpoint: all that the session takes from it."""
+    return {
+        "tokens": checkpoint.num_tokens,
+        "time": checkpoint.time,
+        "branches": checkpoint.branches,
+        "segments": [segment_state(segment) for segment in checkpoint.local_segments],
+        "states": dict(checkpoint.recurrent_states),
     }
 
 

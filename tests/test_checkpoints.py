@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from small_models import local_spec, small_model, state_specs
 from topics import topic_text
 
+from kvkeep.cache.checkpoint import Checkpoints, max_checkpoint_count
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.session.checkpoints import Checkpoints, max_checkpoint_count
 from kvkeep.session.session import Session
 
 IDS = MODEL.text.encode(topic_text())[:1200]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -310,6 +311,21 @@ class KVCache:
             queries = state.observed_queries.vectors.to(device)
             cache.observe(Queries(queries, state.observed_queries.times))
         return cache
+
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint of another cache of this kind for this one.
+
+        Raises ValueError if its local windows are not those of this kind.
+        """
+        device, local_cache = self.layout.device, self.local_cache
+        segments = [s.share().normalise().to(device) for s in checkpoint.local_segments]
+        if local_cache is not None:
+            local_cache._require_capacity(segments)
+            size, cell_count = local_cache.window.size or 0, sum(s.length for s in segments)
+            is_whole = cell_count >= min(size - 1, checkpoint.num_tokens)
+            require(is_whole, "a checkpoint with a part of a local window")
+        states = {name: state.to(device) for name, state in checkpoint.recurrent_states.items()}
+        return replace(checkpoint, local_segments=tuple(segments), recurrent_states=states)
 
     def _require_capacity(self, segments: Sequence[Segment]) -> None:
         """Raise ValueError if a local cache cannot hold all of these segments."""

@@ -63,6 +63,10 @@ class CacheState:
                 self._check_segment(segment, layout, far_layout)
         if self.observed_queries is not None:
             _check_queries(self.observed_queries, layout, heads, self.time)
+        self.check_overwritten(local_layout)
+
+    def check_overwritten(self, local_layout: Layout | None) -> None:
+        """Check local windows and recurrent states, which later tokens overwrite; see `check`."""
         for index, segment in enumerate(self.local_segments):
             if local_layout is None:
                 raise ValueError("cells of local layers, but the model has no local layers")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvkeep.cache.checkpoint import max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
-from kvkeep.session.checkpoints import max_checkpoint_count
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or

@@ -3,19 +3,19 @@
 import copy
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.cache import Bits, Cells, Segment
-from kvkeep.cache.checkpoint import Checkpoint
+from kvkeep.cache.checkpoint import Checkpoint, Checkpoints
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.policies import Policy, checked_bits
-from kvkeep.session.checkpoints import Checkpoints
 from kvkeep.session.history import History
 from kvkeep.storage.snapshots.memory_state import MemoryState
 
@@ -78,6 +78,7 @@ class Memory:
             hidden=None if self.hidden is None else self.hidden.clone(),
             logits=None if logits is None else logits.clone(),
             cache=self.cache.state(),
+            checkpoints=self.checkpoints,
         )
 
     @classmethod
@@ -90,6 +91,11 @@ class Memory:
         memory.cache = memory.cache.restore(state.cache)
         state.check(decoder.spec, layout)
         policy.check_contents(memory.cache)
+        local_cache = memory.cache.local_cache
+        local_layout = None if local_cache is None else local_cache.layout
+        state.checkpoints.check(state.cache, len(state.tokens), local_layout)
+        entries = map(memory.cache.restore_checkpoint, state.checkpoints.entries)
+        memory.checkpoints = replace(state.checkpoints, entries=tuple(entries))
         memory.tokens = memory.tokens.extended(state.tokens.tolist())
         memory.serials = memory.serials.extended(state.serials.tolist())
         memory.pins = frozenset(state.pins)
@@ -213,7 +219,8 @@ class Memory:
             self.pins |= set(serials)
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, serials)
-        self.checkpoints = self.checkpoints.first(start)
+        # The clock of earlier tokens moves unless as many are inserted as removed.
+        self.checkpoints = self.checkpoints.first(start if len(ids) == end - start else 0)
 
     # Checkpoints
 
@@ -237,10 +244,22 @@ class Memory:
         return list({id(state): state for state in states}.values())
 
     def take_checkpoint(self) -> None:
-        """Copy what later tokens overwrite, if anything, to come back to this token."""
-        wanted = self.overwrites and self.checkpoints.max_bytes > 0
-        if wanted and self.tokens and self.holds_overwritten():
-            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(len(self.tokens)))
+        """Copy what later tokens overwrite, if anything, to come back to this token.
+
+        Drops checkpoints that can no longer be used, since tokens have been evicted or compressed.
+        """
+        if not (self.overwrites and self.checkpoints.max_bytes > 0 and self.tokens):
+            return
+        segments, total = self.cache.segments, len(self.tokens)
+        is_changed = any(s.compressed or s.position_map.group > 1 for s in segments)
+        if is_changed or self.cache.cells < total:
+            held = self.num_held
+            usable = total - held if self.decoder.spec.keeps_states or held == total else total + 1
+            self.checkpoints = self.checkpoints.since(usable)
+            if usable > total:
+                return
+        if self.holds_overwritten():
+            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(total))
 
     def usable_checkpoint(self, num_tokens: int) -> Checkpoint | None:
         """Return the newest checkpoint after at most `num_tokens` tokens, if it is still true.

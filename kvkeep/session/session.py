@@ -402,7 +402,7 @@ class Session(SessionEdits):
         A checkpoint is a copy of what later tokens overwrite: windows of local layers, and states.
         With it, `beginning` works for models with such layers; and `rewind`, `fork(at)` and edits
         with recompute="suffix" evaluate the tokens since a checkpoint again for states, instead of
-        all. See `kvkeep.session.checkpoints` for which are kept.
+        all. See `kvkeep.cache.checkpoint` for which are kept.
         """
         return self.core.memory.checkpoints.max_bytes
 
@@ -422,6 +422,8 @@ class Session(SessionEdits):
 
         If there is none yet, it is taken if a prefill step ends there.
         """
+        if not self.core.memory.overwrites:
+            return
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.branched(num_tokens)
 

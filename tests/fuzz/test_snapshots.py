@@ -7,11 +7,13 @@ from random import Random
 import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.sealed import assemble, mutate, take_apart
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Session, Snapshot
 
 MODEL = small_model()
+WINDOW_MODEL = small_model(spec=local_spec())
+STATE_MODEL = small_model(spec=state_specs()["delta_net"])
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 
 
@@ -64,6 +66,18 @@ def grouped() -> Session:
     return session
 
 
+def with_windows() -> Session:
+    session = WINDOW_MODEL.session(200, policy="full", prefill_step=30)
+    session.feed(TEXT[:180])
+    return session
+
+
+def with_states() -> Session:
+    session = STATE_MODEL.session(200, policy="full", prefill_step=30)
+    session.feed(TEXT[:100])
+    return session
+
+
 SESSIONS: dict[str, Callable[[], Session]] = {
     constructor.__name__: constructor
     for constructor in (
@@ -74,6 +88,8 @@ SESSIONS: dict[str, Callable[[], Session]] = {
         grouped,
         ragged,
         archived_by_heads,
+        with_windows,
+        with_states,
     )
 }
 
@@ -81,20 +97,25 @@ SESSIONS: dict[str, Callable[[], Session]] = {
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_damaged_snapshot_continues_or_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
-    SESSIONS[name]().snapshot().save(path)
+    saved = SESSIONS[name]()
+    saved.snapshot().save(path)
+    model = saved.core.model
     original = path.read_bytes()
     assert take_apart(assemble(take_apart(original))) == take_apart(original)
     path.write_bytes(assemble(take_apart(original)))
-    MODEL.restore(Snapshot.load(path))  # the assembled file itself is valid
+    Session.restored(model, Snapshot.load(path))  # the assembled file itself is valid
 
     def read(random: Random) -> None:
         path.write_bytes(mutate(original, random))
-        session = MODEL.restore(Snapshot.load(path))
+        session = Session.restored(model, Snapshot.load(path))
         session.feed(TEXT[:3])
         session.rewind(1)
+        if session.checkpoints:
+            session.fork(session.checkpoints[0])
+            session.beginning(session.checkpoints[-1])
         session.next_token()
         session.snapshot().save(tmp_path / "b.kvkeep")
-        MODEL.restore(Snapshot.load(tmp_path / "b.kvkeep"))
+        Session.restored(model, Snapshot.load(tmp_path / "b.kvkeep"))
 
     outcomes = fuzz(read, 20 + list(SESSIONS).index(name), share=len(SESSIONS))
     assert outcomes["CorruptFile"]

@@ -1,7 +1,8 @@
-"""The model of the golden files, bit-identical on every machine, and how two of them were made.
+"""The models of golden files, bit-identical on every machine, and how some of them were made.
 
 `golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
-and `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`.
+`golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`, and
+`golden-windows.kvkeep` and `golden-states.kvkeep`, by format 7, likewise with `checkpoints()`.
 Do not write them again: they prove that later versions still read old files.
 """
 
@@ -9,24 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from small_models import small_model, small_spec
+from small_models import local_spec, small_model, small_spec, state_specs
 
 from kvkeep import Sampling
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.session.session import Session
 
 PATH = Path(__file__).parent.parent / "data" / "golden-v1.kvkeep"
 TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the reader new.")
+CHECKPOINT_SPECS = {"windows": local_spec(), "states": state_specs()["delta_net"]}
 
 
-def golden_model() -> Model:
+def golden_model(spec: ModelSpec | None = None) -> Model:
     """Build a model like `small_model(seed=0)` whose weights do not depend on the processor.
 
     The weights are integers divided by a power of two. torch's normal random numbers differ in the
     last bit from one kind of processor to another, and so would the fingerprint.
     """
-    random, spec = np.random.RandomState(0), small_spec()
+    random, spec = np.random.RandomState(0), spec or small_spec()
     tensors = {
         name: torch.ones(shape)
         if len(shape) == 1
@@ -58,6 +62,27 @@ def ragged() -> None:
     print(session.snapshot().save(PATH.with_name("golden-ragged.kvkeep")), "bytes")
     sampling = Sampling(0.8, seed=5)
     print("next:", [session.next_token(sampling) for _ in range(12)])
+
+
+def checkpoints() -> None:
+    """Write snapshots with checkpoints: of local windows that have moved on, and of states."""
+    for name, spec in CHECKPOINT_SPECS.items():
+        session = golden_model(spec).session(512, policy="full", kv_bits="8/4", prefill_step=40)
+        for _ in range(3):
+            session.feed(TEXT)
+        session.checkpoint_bytes = 10**6
+        session.branch_at(40)
+        print(session.snapshot().save(PATH.with_name(f"golden-{name}.kvkeep"), "zstd"), "bytes")
+        print(session.checkpoints, "next:", next_after_rewinds(session))
+
+
+def next_after_rewinds(session: Session) -> list[int]:
+    """Return the next tokens of a session, after rewinds to earlier and earlier tokens."""
+    tokens = []
+    for count in (20, 150):
+        session.rewind(count)
+        tokens += [session.next_token(Sampling(0.8, seed=5)) for _ in range(6)]
+    return tokens
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store.golden import PATH, TEXT, golden_model
+from store.golden import CHECKPOINT_SPECS, PATH, TEXT, golden_model, next_after_rewinds
 
 from kvkeep import PrefixStore, Sampling, load_calibration
 from kvkeep.cache import RaggedCells
@@ -70,6 +70,23 @@ def test_a_file_of_each_kind_of_session_continues_with_the_same_tokens(name: str
     session = restore(PATH.with_name(f"golden-{name}.kvkeep"))
     sampling = Sampling(0.8, seed=5)
     assert [session.next_token(sampling) for _ in NEXT_TOKENS[name]] == NEXT_TOKENS[name]
+
+
+# The next tokens after rewinds, as the first release with checkpoints generated them.
+TOKENS_AFTER_REWINDS = {
+    "states": [148, 221, 72, 47, 4, 113, 199, 21, 29, 255, 220, 67],
+    "windows": [211, 185, 134, 72, 23, 138, 142, 11, 17, 246, 62, 147],
+}
+
+
+@pytest.mark.parametrize("name", TOKENS_AFTER_REWINDS)
+def test_a_file_with_checkpoints_goes_back_to_the_same_tokens(name: str) -> None:
+    snapshot = Snapshot.load(PATH.with_name(f"golden-{name}.kvkeep"))
+    session = golden_model(CHECKPOINT_SPECS[name]).restore(snapshot)
+    assert session.checkpoints == [40, 118, 156, 196]
+    assert session.checkpoint_bytes == 10**6
+    assert [each.branches for each in snapshot.checkpoints.entries] == [True, False, False, False]
+    assert next_after_rewinds(session) == TOKENS_AFTER_REWINDS[name]
 
 
 def test_pins_and_named_spans_are_restored() -> None:

@@ -132,6 +132,9 @@ def _description(file: ReadablePath, snapshot: "Snapshot") -> Iterator[tuple[str
     count = _compressed_cell_count(snapshot)
     compressed = f", the others compressed to {plural(count, 'cell')}" if count else ""
     yield "tokens", f"{num_tokens:,}, {snapshot.cells - count:,} of them in the cache{compressed}"
+    if entries := snapshot.checkpoints.entries:
+        places = ", ".join(f"{each.num_tokens:,}" for each in entries)
+        yield "rewinds", f"from {plural(len(entries), 'checkpoint')}, after {places} tokens"
     if unread_ids := checked_notes(file, snapshot).get(UNREAD_KEY):
         yield "unread", f"{plural(len(unread_ids), 'token')} of an interrupted prompt"
 
@@ -186,8 +189,10 @@ def verify(names: tuple[str, ...], store: str | None = STORE_OPTION) -> None:
             failures += 1
             click.echo(f"BAD  {name}: {error}")
         else:
-            tokens = plural(len(snapshot.tokens), "token")
-            click.echo(f"OK   {name}: {tokens}, {format_mb(size)}")
+            contents = plural(len(snapshot.tokens), "token")
+            if entries := snapshot.checkpoints.entries:
+                contents += f", {plural(len(entries), 'checkpoint')}"
+            click.echo(f"OK   {name}: {contents}, {format_mb(size)}")
     if failures:
         raise click.exceptions.Exit(2)
 

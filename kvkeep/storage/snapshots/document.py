@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvkeep.cache import Layout
+from kvkeep.cache.checkpoint import MAX_CHECKPOINTS
 from kvkeep.cache.checks import require, require_bool, require_int
 from kvkeep.cache.state import MAX_CELLS, MAX_EXACT_INT
 
@@ -47,6 +48,8 @@ def check_document(document: Mapping[str, Any]) -> None:
     layout_of(document["layout"])
     if any(entry.get("local", False) for entry in document["segments"]):
         layout_of(document["local_layout"])
+    if "checkpoints" in document:
+        _check_checkpoints(document["checkpoints"])
 
 
 def check_settings(settings: Mapping[str, Any], token_count: int) -> None:
@@ -110,6 +113,42 @@ def check_segment(entry: Any) -> None:
         require(is_full and not entry["start"], "incomplete ragged cells")
     require(entry.get("ragged", False) or not entry.get("worth", False), "scores of uniform cells")
     require(is_full or not entry["slot_order"], "a ring that is not full")
+
+
+def _check_checkpoints(checkpoints: Any) -> None:
+    """Check the entry of all checkpoints, as `checkpoints_entry` makes it."""
+    _require_type("checkpoints", checkpoints, dict)
+    for name in ("max_bytes", "branch"):
+        require_int(name, checkpoints[name], 0, MAX_EXACT_INT)
+    windows, entries = checkpoints["windows"], checkpoints["entries"]
+    _require_type("windows", windows, list)
+    _require_type("the entries of checkpoints", entries, list)
+    require(len(entries) <= MAX_CHECKPOINTS, f"{len(entries)} checkpoints")
+    for length in windows:
+        require_int("the length of a window", length, 1, MAX_CELLS)
+    for entry in entries:
+        _require_type("a checkpoint", entry, dict)
+        require_int("the tokens of a checkpoint", entry["tokens"], 1, MAX_EXACT_INT)
+        require_int("the clock of a checkpoint", entry["clock"], -MAX_EXACT_INT, MAX_EXACT_INT)
+        for name in ("branches", "session_states"):
+            require_bool(name, entry.get(name, False))
+        _require_type("the segments of a checkpoint", entry["segments"], list)
+        for segment in entry["segments"]:
+            check_segment(segment)
+            require(not segment.get("compressed", False), "compressed cells in a window")
+            _check_runs(segment["cells"])
+
+
+def _check_runs(runs: Any) -> None:
+    """Check the runs of cells that a window consists of: name, first cell, count."""
+    _require_type("the cells of a window", runs, list)
+    require(bool(runs), "a window without cells")
+    for run in runs:
+        _require_type("a run of cells", run, list)
+        name, first, count = run
+        _require_type("the name of cells", name, str)
+        require_int("the first cell of a run", first, 0, MAX_CELLS)
+        require_int("the cells of a run", count, 1, MAX_CELLS)
 
 
 def _check_encoding(name: str, encoding: Any) -> None:

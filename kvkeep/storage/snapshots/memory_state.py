@@ -1,13 +1,14 @@
 """The state of a session's memory in a snapshot, and its checks before it is restored."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.cache import CacheState, Layout
+from kvkeep.cache.checkpoint import Checkpoints
 from kvkeep.cache.checks import (
     require,
     require_finite,
@@ -28,6 +29,7 @@ class MemoryState:
     hidden: Tensor | None  # [1, hidden_size] of the last token, if known
     logits: Tensor | None  # [vocab] of the last token, if known
     cache: CacheState
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def check(self, spec: ModelSpec, layout: Layout) -> None:
         """Raise ValueError if no memory of this model can be in this state."""

@@ -1,5 +1,6 @@
 """Conversion of cache segments to tensors and a JSON entry of a snapshot file, and back."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +21,25 @@ def _tensor_names(compressed: bool, ragged: bool, scored: bool) -> list[str]:
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
     """Return the cells of the file's segment `index`, oldest first; a full ring's in slot order."""
-    in_slot_order = _in_slot_order(segment)
-    cells = segment.block.slots if in_slot_order else segment.view(0, segment.length)
-    tensors = _kv_tensors(f"segment.{index}.keys", cells.stored_keys)
-    tensors |= _kv_tensors(f"segment.{index}.values", cells.stored_values)
+    names = _tensor_names(segment.compressed, is_ragged(segment), has_scores(segment))
+    return cell_tensors(f"segment.{index}", cells_to_store(segment), names)
+
+
+def cells_to_store(segment: Segment) -> Cells:
+    """Return the cells of a segment in the order of its tensors in a file; not copied if possible.
+
+    That is oldest first, or of a full ring in slot order.
+    """
+    return segment.block.slots if _in_slot_order(segment) else segment.view(0, segment.length)
+
+
+def cell_tensors(prefix: str, cells: Cells, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of cells by their names in a file. names: besides keys and values."""
+    tensors = _kv_tensors(f"{prefix}.keys", cells.stored_keys)
+    tensors |= _kv_tensors(f"{prefix}.values", cells.stored_values)
     return tensors | {
-        f"segment.{index}.{name}": getattr(cells, "scores" if name == _SCORES_FIELD else name)
-        for name in _tensor_names(segment.compressed, is_ragged(segment), has_scores(segment))
+        f"{prefix}.{name}": getattr(cells, "scores" if name == _SCORES_FIELD else name)
+        for name in names
     }
 
 
@@ -71,21 +84,40 @@ def read_segment(
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     names = _tensor_names(compressed, ragged, entry.get(_SCORES_FIELD, False))
-    cells = (RaggedCells if ragged else Cells)(
-        _read_kv(f"segment.{index}.keys", layout.key_bits, tensors),
-        _read_kv(f"segment.{index}.values", layout.value_bits, tensors),
-        *(tensors[f"segment.{index}.{name}"] for name in names),
-    )
+    cells = read_cells(f"segment.{index}", layout, tensors, names, ragged)
     check_cells(cells, layout, entry["length"])
+    return segment_of_entry(entry, layout, block_of_entry(entry, cells))
+
+
+def read_cells(
+    prefix: str,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    names: Sequence[str] = ("positions", "serials"),
+    ragged: bool = False,
+) -> Cells:
+    """Undo `cell_tensors`. Raises KeyError if a tensor is missing."""
+    return (RaggedCells if ragged else Cells)(
+        _read_kv(f"{prefix}.keys", layout.key_bits, tensors),
+        _read_kv(f"{prefix}.values", layout.value_bits, tensors),
+        *(tensors[f"{prefix}.{name}"] for name in names),
+    )
+
+
+def block_of_entry(entry: Mapping[str, Any], cells: Cells) -> Block:
+    """Return a block of the cells of an entry, in their places."""
+    return Block(cells, place_offset=0 if entry["slot_order"] else entry["start"])
+
+
+def segment_of_entry(entry: Mapping[str, Any], layout: Layout, block: Block) -> Segment:
+    """Return the segment of an entry, with a block from `block_of_entry`."""
+    compressed = entry.get("compressed", False)
     segment = Segment(
         layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"], compressed
     )
     segment.frozen, segment.sealed = entry["frozen"], entry.get("sealed", False)
-    segment.length = entry["length"]
-    if entry["slot_order"]:
-        segment.block, segment.start = Block(cells), entry["start"]
-    else:
-        segment.block = Block(cells, place_offset=entry["start"])
+    segment.length, segment.block = entry["length"], block
+    segment.start = entry["start"] if entry["slot_order"] else 0
     return segment
 
 
@@ -95,7 +127,7 @@ def _kv_tensors(name: str, kv: KVTensor) -> dict[str, Tensor]:
     return {f"{name}.int{kv.bits}": kv.data, f"{name}.scale": kv.scale}
 
 
-def _read_kv(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
+def _read_kv(name: str, bits: int, tensors: Mapping[str, Tensor]) -> KVTensor:
     if bits == 16:  # not quantised
         return tensors[name]
     return QuantisedTensor(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
+from kvkeep.cache.checkpoint import Checkpoints
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
 from kvkeep.storage.objects.paths import ReadablePath, WritablePath, as_path
+from kvkeep.storage.snapshots.checkpoints import (
+    checkpoints_entry,
+    read_checkpoints,
+    window_shapes,
+)
 from kvkeep.storage.snapshots.codec import Codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
@@ -62,10 +68,12 @@ class Snapshot:
     def __repr__(self) -> str:
         spans = self.settings.get("spans", {})
         span_count = f", {len(spans)} spans" if spans else ""
+        points = len(self.checkpoints.entries)
+        checkpoint_count = f", {points} checkpoints" if points else ""
         nbytes = sum(segment.block.slots.nbytes for segment in (*self.segments, *self.local))
         return (
             f"<Snapshot of {self.model}: {self.policy['name']}, {self.cells:,} cells "
-            f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{span_count}>"
+            f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{span_count}{checkpoint_count}>"
         )
 
     @property
@@ -118,6 +126,11 @@ class Snapshot:
         return self.memory.logits
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        """Copies of local windows and recurrent states after earlier tokens."""
+        return self.memory.checkpoints
+
+    @property
     def cells(self) -> int:
         return sum(segment.length for segment in self.segments)
 
@@ -140,7 +153,8 @@ class Snapshot:
             tensors |= {"queries": observed.vectors, "query_times": observed.times}
         states = cache.recurrent_states.items()
         tensors |= {f"{_STATE_PREFIX}{name}": state for name, state in states}
-        stored, encodings = encode(tensors, codec)
+        checkpoints, checkpoint_tensors = checkpoints_entry(memory.checkpoints, cache)
+        stored, encodings = encode(tensors | checkpoint_tensors, codec)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
             "fingerprint": self.fingerprint,
@@ -165,6 +179,8 @@ class Snapshot:
         }
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
+        if memory.checkpoints != Checkpoints():
+            document["checkpoints"] = checkpoints
         return write_container(as_path(path), SNAPSHOT_KIND, self._min_format, document, stored)
 
     @property
@@ -173,6 +189,7 @@ class Snapshot:
         segments = self.segments
         compressed = any(segment.compressed for segment in segments)
         is_format_needed = {
+            7: bool(self.checkpoints.entries),
             6: bool(self.recurrent),
             5: bool(self.local),
             4: any(has_scores(segment) for segment in segments),
@@ -226,22 +243,26 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
         cell_layout = quantised_local_layout if entry.get("local", False) else global_layout
         assert cell_layout is not None, "`check_document` requires a layout of local segments"
         layouts.append(cell_layout)
-    _check_encoded_shapes(document, stored, layouts)
+    _check_encoded_shapes(document, stored, layouts, quantised_local_layout)
     tensors = decode(stored, document["coding"])
     require(len(tensors["tokens"]) == document["tokens"], "the number of tokens differs")
     settings = document["settings"]
+    cache = _cache_state(document, tensors, layouts)
+    checkpoints = read_checkpoints(document, tensors, cache, quantised_local_layout)
     memory = MemoryState(
         tokens=tensors["tokens"],
         serials=tensors["serials"],
         pins=settings.get("pins", []),
         hidden=tensors.get("hidden"),
         logits=tensors.get("logits"),
-        cache=_cache_state(document, tensors, layouts),
+        cache=cache,
+        checkpoints=checkpoints,
     )
-    observed = memory.cache.observed_queries
+    observed = cache.observed_queries
     query_heads = observed.vectors.shape[1] if observed else 0
-    memory.cache.check(window_layout, anchor_layout, query_heads, quantised_local_layout)
+    cache.check(window_layout, anchor_layout, query_heads, quantised_local_layout)
     memory.check_consistency()
+    checkpoints.check(cache, document["tokens"], quantised_local_layout)
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
     return Snapshot(
@@ -279,10 +300,13 @@ def _cache_state(
 
 
 def _check_encoded_shapes(
-    document: dict[str, Any], stored: dict[str, Tensor], layouts: Sequence[Layout]
+    document: dict[str, Any],
+    stored: dict[str, Tensor],
+    layouts: Sequence[Layout],
+    local_layout: Layout | None,
 ) -> None:
-    """Check encoded keys and values against their segment's shape, before they are allocated."""
-    shapes: dict[str, list[int]] = {}
+    """Check encoded keys and values against their cells' shape, before they are allocated."""
+    shapes = window_shapes(document, local_layout, stored)
     for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
         # Serials and positions are not encoded.
         positions = stored[f"segment.{index}.positions"]
