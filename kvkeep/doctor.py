@@ -97,6 +97,8 @@ class ModelSpeed:
     bytes_per_token: int  # of the weights that are read for each token
     most_tokens_per_s: float  # the limit that memory bandwidth sets while few cells are held
     measured_tokens_per_s: float | None
+    state_bytes: int  # of a session's states
+    checkpoint_bytes: int  # of one checkpoint of a session; 0 for a model that needs none
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
     if facts:
         max_speed = memory.read_per_s / facts.bytes_per_token
         measured_speed = _measure_decode(name, dtype, weights) if measure else None
+        speed = (facts.bytes_per_token, max_speed, measured_speed)
         model = ModelSpeed(
-            facts.name, facts.decode, facts.bytes_per_token, max_speed, measured_speed
+            facts.name, facts.decode, *speed, facts.state_bytes, facts.checkpoint_bytes
         )
     load_average = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     gpu_indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

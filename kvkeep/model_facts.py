@@ -59,6 +59,7 @@ class ModelFacts:
     groups: tuple[GroupFacts, ...]  # layers that see everything first
     state_layers: int  # layers that keep a state instead of cells
     state_bytes: int  # bytes of a session's states
+    checkpoint_bytes: int  # bytes of one checkpoint: of states, and of full windows
     trained: int  # the context length, in tokens
     rope: str  # the kind of its scaling, such as "llama3"
     dtype: str  # of weights and cells
@@ -99,6 +100,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {limitation}')
     product_dtype = str(prompt_dtype()).removeprefix("torch.") if uses_kernels else dtype
     parameters = sum(map(prod, tensor_shapes(spec).values()))
+    state_bytes = spec.states.nbytes(layout.dtype) if spec.states else 0
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
     names_read, shapes = step_matrices(spec), matrix_shapes(spec)
     reads_file_format = not weights and uses_kernels
@@ -119,7 +121,9 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         vocabulary=spec.vocab_size,
         groups=groups,
         state_layers=len(spec.states.layers) if spec.states else 0,
-        state_bytes=spec.states.nbytes(layout.dtype) if spec.states else 0,
+        state_bytes=state_bytes,
+        checkpoint_bytes=state_bytes
+        + sum(x.cell_bytes * (x.window + UNDO_TOKENS) for x in groups if x.window is not None),
         trained=spec.max_positions,
         rope=spec.rope.kind,
         dtype=dtype,

@@ -111,6 +111,9 @@ def _model_facts(model: "ModelSpeed", bytes_per_second: float) -> _Facts:
     yield "", f"{read}: {max_speed} at {_format_gb_per_s(bytes_per_second)}, with few cells"
     if model.measured_tokens_per_s is not None:
         yield "", f"measured: {model.measured_tokens_per_s:,.0f} tokens/s"
+    if model.checkpoint_bytes:
+        states = f"{format_mb(model.state_bytes)} of states" if model.state_bytes else "no states"
+        yield "", f"a session has {states}, and {format_mb(model.checkpoint_bytes)} a checkpoint"
 
 
 def _format_gb_per_s(bytes_per_second: float) -> str:

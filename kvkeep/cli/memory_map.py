@@ -11,6 +11,7 @@ from kvkeep.cli.output import format_mb, plural
 
 if TYPE_CHECKING:
     from kvkeep import Session
+    from kvkeep.session.memory_use import MemoryUse
     from kvkeep.session.spans import TokenStatus
 
 _STATUS_BAR_WIDTH = 24  # characters of the bar in a status line
@@ -32,14 +33,41 @@ def memory_map(session: "Session", width: int | None = None, ascii_only: bool | 
     statuses = session.token_status
     sizes = _sizes(session, Counter(statuses))
     labels: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
-    checkpoints = len(session.checkpoints)
     summary = (
         f"{session.cache.cells} of {session.max_kv_size} cells, {format_mb(sum(sizes.values()))} "
-        f"({format_mb(session.nbytes)} allocated"
-        + (f", with {checkpoints} checkpoints" if checkpoints else "")
-        + f"); policy {session.policy}"
+        f"({format_mb(session.nbytes)} allocated); policy {session.policy}"
     )
-    return "\n".join([*draw_map(statuses, sizes, labels, width, ascii_only), summary])
+    lines = [
+        *draw_map(statuses, sizes, labels, width, ascii_only),
+        *_overwritten_lines(session.memory_use),
+    ]
+    return "\n".join([*lines, summary])
+
+
+def _overwritten_lines(use: "MemoryUse") -> list[str]:
+    parts = {"windows": use.windows, "states": use.states, "checkpoints": use.checkpoints}
+    return overwritten_lines(parts, use.checkpoint_ends, use.rewind_evaluates)
+
+
+def overwritten_lines(
+    bytes_by_part: Mapping[str, int],
+    checkpoint_ends: Sequence[int],
+    rewind_evaluates: int | None,
+) -> list[str]:
+    """Return lines about local windows, states and checkpoints; none for models without them.
+
+    bytes_by_part: of "windows", "states" and "checkpoints". checkpoint_ends, rewind_evaluates: see
+    `MemoryUse`.
+    """
+    parts = {"windows": "local windows", "states": "states", "checkpoints": "checkpoints"}
+    sizes = [(label, bytes_by_part.get(part, 0)) for part, label in parts.items()]
+    lines = [f"  {label:<25}  {format_mb(size):>9}" for label, size in sizes if size]
+    if checkpoint_ends:
+        lines.append(f"  checkpoints after tokens {', '.join(f'{n:,}' for n in checkpoint_ends)}")
+    if lines and rewind_evaluates:
+        tokens = plural(rewind_evaluates, "token")
+        lines.append(f"  a rewind of one token evaluates {tokens} again")
+    return lines
 
 
 def memory_line(session: "Session") -> str:

@@ -132,9 +132,13 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "prefill", f"products by {facts.prefill}, attention by {facts.attention}"
     sizes = facts.thousand_cells.items()
     yield "1,000 cells", ", ".join(f"{format_mb(size)} in {bits}" for bits, size in sizes)
-    weights, cells = facts.weight_bytes_held, facts.full_cells
-    parts = f"{format_mb(weights)} of mapped weights and {format_mb(cells)} of cells"
-    yield "memory", f"{format_mb(weights + cells)} at {facts.trained:,} tokens: {parts}"
+    if facts.checkpoint_bytes:
+        size = f"{format_mb(facts.checkpoint_bytes)} each"
+        yield "checkpoints", f"{size}; --checkpoints bounds those of a session"
+    weights, cells, states = facts.weight_bytes_held, facts.full_cells, facts.state_bytes
+    state_part = f", {format_mb(states)} of states" if states else ""
+    parts = f"{format_mb(weights)} of mapped weights and {format_mb(cells)} of cells{state_part}"
+    yield "memory", f"{format_mb(weights + cells + states)} at {facts.trained:,} tokens: {parts}"
 
 
 def _group_description(group: "GroupFacts") -> str:

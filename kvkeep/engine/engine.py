@@ -15,7 +15,7 @@ from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord, max_session_bytes
+from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
@@ -23,7 +23,7 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
-from kvkeep.session.embedding import embed, embedding_policy
+from kvkeep.session.embedding import embed, embedding_memory
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -144,9 +144,8 @@ class Engine(AbstractContextManager["Engine"]):
         model, step = self.model, self.settings["prefill_step"]
 
         def embed_in_memory_limit() -> Tensor:
-            policy = embedding_policy(model, len(ids))
-            session = model.session(policy=policy, prefill_step=step)
-            with self._registry.reserving(max_session_bytes(session, len(ids))):
+            memory = embedding_memory(model, len(ids))
+            with self._registry.reserving(max_memory_bytes(memory, step, len(ids))):
                 return embed(model, ids, model.pooling, step, self.yield_turn)
 
         return self.call(embed_in_memory_limit)

@@ -10,6 +10,7 @@ from kvkeep.cache.checkpoint import max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
+from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
@@ -188,37 +189,44 @@ def prefill_step_at(prefill_step: int, position: int) -> int:
 
 def max_session_bytes(session: Session, new_tokens: int | None) -> int:
     """Return the most bytes of a session after `new_tokens` more tokens; None for any number."""
-    cache, budget = session.cache, session.max_kv_size
+    return max_memory_bytes(session.core.memory, session.prefill_step, new_tokens)
+
+
+def max_memory_bytes(memory: Memory, prefill_step: int, new_tokens: int | None) -> int:
+    """Return the most bytes of a memory after `new_tokens` more tokens; None for any number."""
+    cache, budget = memory.cache, memory.policy.max_kv_size
     cells = budget if new_tokens is None else cache.cells + new_tokens
     slots = min(_STORAGE_FACTOR * cells + MIN_GROWTH, _STORAGE_FACTOR * budget)
     cell_bytes = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
-    step_bytes = session.prefill_step * cache.layout.plain.cell_bytes
+    step_bytes = prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell_bytes) + step_bytes
     if (local_cache := cache.local_cache) is not None:  # 128: cells beyond it, for rewinds
         window, local_bytes = local_cache.window.size or budget, local_cache.layout.cell_bytes
         total += math.ceil(min(budget, window + 128) * local_bytes * _STORAGE_FACTOR)
-        total += session.prefill_step * local_bytes
-    if (states := session.core.model.spec.states) is not None:
+        total += prefill_step * local_bytes
+    if (states := memory.decoder.spec.states) is not None:
         total += states.nbytes(cache.layout.dtype)
-    total += max_checkpoint_bytes(session, cells, new_tokens)
-    return max(total, session.nbytes)
+    total += _max_checkpoint_bytes(memory, prefill_step, cells, new_tokens)
+    return max(total, memory.nbytes)
 
 
-def max_checkpoint_bytes(session: Session, num_tokens: int, new_tokens: int | None) -> int:
-    """Return the most bytes that a session's checkpoints take after `new_tokens` more tokens.
+def _max_checkpoint_bytes(
+    memory: Memory, prefill_step: int, num_tokens: int, new_tokens: int | None
+) -> int:
+    """Return the most bytes that a memory's checkpoints take after `new_tokens` more tokens.
 
     num_tokens: in the cache then. Any of the present checkpoints may stay; another one is taken
     before the new tokens, and one at the end of each step.
     """
-    cache, step = session.cache, max(1, session.prefill_step // 2)  # `prefill_step_at`
+    cache, step = memory.cache, max(1, prefill_step // 2)  # `prefill_step_at`
     count = max_checkpoint_count(num_tokens, step)
     if new_tokens is not None:
         count = min(count, new_tokens // step)
-    count += len(session.checkpoints) + 1
+    count += len(memory.checkpoints.entries) + 1
     nbytes = sum(state.nbytes for state in cache.recurrent_states.values())
-    if (states := session.core.model.spec.states) is not None:
+    if (states := memory.decoder.spec.states) is not None:
         nbytes = states.nbytes(cache.layout.dtype)
     if (local_cache := cache.local_cache) is not None:
         capacity = min(num_tokens, local_cache.window.capacity or num_tokens)
         nbytes += capacity * local_cache.layout.cell_bytes
-    return min(session.checkpoint_bytes, count * nbytes)
+    return min(memory.checkpoints.max_bytes, count * nbytes)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
@@ -21,6 +20,7 @@ from kvkeep.engine.session_files import (
 )
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
+from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
@@ -158,24 +158,15 @@ class SessionRegistry:
         Shared storage counts once.
         """
         idle = (record for record in self if record.session is not None and not record.busy)
-        memories = [record.live.core.memory for record in idle]
-        segments = [segment for memory in memories for segment in memory.all_segments]
-        states = {id(state): state.nbytes for memory in memories for state in memory.all_states}
+        held_bytes = memory_bytes([record.live.core.memory for record in idle])
         reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
-        held_bytes = storage_bytes(segments) + sum(states.values())
         return held_bytes + reserved_bytes + self._other_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:
-        """Return the bytes of a session's cells that other sessions, such as forks, share."""
-        other_storages = {
-            segment.block.storage
-            for other in self
-            if other is not record and other.session is not None
-            for segment in other.session.core.memory.all_segments
-        }
-        segments = record.live.core.memory.all_segments
-        storages = {segment.block.storage for segment in segments}
-        return sum(storage.nbytes for storage in storages & other_storages)
+        """Return the bytes of a session that other sessions, such as forks, share."""
+        live = [x.session.core.memory for x in self if x is not record and x.session is not None]
+        memory = record.live.core.memory
+        return memory.nbytes + memory_bytes(live) - memory_bytes([memory, *live])
 
     def reserve(self, record: SessionRecord, new_tokens: int | None, copies: int = 1) -> None:
         """Load a session and reserve the bytes that it can take with `new_tokens` more.

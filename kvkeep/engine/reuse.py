@@ -37,6 +37,7 @@ MissReason = Literal[
     "cold",  # no session's text begins like it
     "differs",  # the nearest text continues differently
     "below_step",  # the common tokens end within a prefill step
+    "no_checkpoint",  # of local windows or states at the end of the last common prefill step
     "forgotten",  # tokens were evicted; here and below, cells do not depend on their tokens alone
     "compressed",
     "quantised",
@@ -208,6 +209,8 @@ def _match_record(
         return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
     reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
     reused_tokens = _end_of_reuse(record, reusable_tokens)
+    if not reason and reused_tokens < record.end_of_last_step(reusable_tokens):
+        reason = "no_checkpoint"
     if not reused_tokens:
         return Match(common_tokens=common_tokens, reason=reason or "below_step")
     return Match(record, reused_tokens, common_tokens, reason or "differs")

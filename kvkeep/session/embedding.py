@@ -32,7 +32,7 @@ def embed(
     longest = model.spec.max_positions
     if not 0 < len(ids) <= longest:
         raise InvalidArgument(f"a text must have 1 to {longest} tokens; found {len(ids)}")
-    memory, done = Memory(model.decoder, embedding_policy(model, len(ids))), 0
+    memory, done = embedding_memory(model, len(ids)), 0
     total = torch.zeros(model.spec.hidden_size, dtype=torch.float32, device="cpu")
     while done < len(ids):
         hidden = _evaluate(memory, ids, done, prefill_step)
@@ -44,10 +44,13 @@ def embed(
     return normalized(vector) if pooling.normalized else vector
 
 
-def embedding_policy(model: LoadedModel, num_tokens: int) -> Full:
-    """Return the policy of the memory in which a text of so many tokens is evaluated."""
+def embedding_memory(model: LoadedModel, num_tokens: int) -> Memory:
+    """Return an empty memory in which a text of so many tokens is evaluated, once."""
     longest = model.spec.max_positions
-    return Full(min(longest, max(num_tokens, _MIN_CELLS))).for_model(longest)
+    policy = Full(min(longest, max(num_tokens, _MIN_CELLS))).for_model(longest)
+    memory = Memory(model.decoder, policy)
+    memory.checkpoints = memory.checkpoints.limited(0)
+    return memory
 
 
 def normalized(vector: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.decoding import decode_step
+from kvkeep.session.memory import memory_bytes
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
 
@@ -47,14 +48,8 @@ class SessionGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cells of all sessions, as `KVCache.nbytes`; shared storage counts once."""
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for session in self.sessions
-            for segment in session.cache.all_segments
-            for storage in (tensor.untyped_storage() for tensor in segment.block.slots.tensors())
-        }
-        return sum(storages.values())
+        """Bytes of all sessions, as `Session.nbytes`; what they share counts once."""
+        return memory_bytes([session.core.memory for session in self.sessions])
 
     @computes_in_worker
     def next_tokens(self, sampling: Sampling | Sequence[Sampling] = GREEDY) -> list[int]:

@@ -227,7 +227,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes of its cells, states and checkpoints in memory, idle storage included."""
-        return storage_bytes(self.all_segments) + sum(state.nbytes for state in self.all_states)
+        return memory_bytes([self])
 
     @property
     def all_segments(self) -> list[Segment]:
@@ -398,3 +398,10 @@ class Memory:
             raise InvalidArgument(f"none of tokens {start} to {end} is pinned")
         self.policy = self.policy.reconfigure(self.cache, self.pins - serials)
         self.pins -= serials
+
+
+def memory_bytes(memories: Sequence[Memory]) -> int:
+    """Return the bytes of several memories; storage and states that they share count once."""
+    segments = [segment for memory in memories for segment in memory.all_segments]
+    states = {id(state): state.nbytes for memory in memories for state in memory.all_states}
+    return storage_bytes(segments) + sum(states.values())

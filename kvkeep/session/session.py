@@ -36,6 +36,7 @@ from kvkeep.session.evaluation import reevaluate_last
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
+from kvkeep.session.memory_use import MemoryUse, memory_use
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.scoring import score_step
 from kvkeep.session.snapshots import restore_state, take_snapshot
@@ -431,6 +432,11 @@ class Session(SessionEdits):
     def nbytes(self) -> int:
         """Bytes of its cells, states and checkpoints in memory, idle storage included."""
         return self.core.memory.nbytes
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """What its parts take in memory, and how many tokens a rewind would evaluate again."""
+        return memory_use(self.core.memory)
 
     @property
     def finish_reason(self) -> str | None:

@@ -195,6 +195,14 @@ def test_commands_work_from_a_pipe(invoke, tiny) -> None:
     assert "generated 5 at" in said
 
 
+def test_memory_shows_states_and_checkpoints(invoke, hybrid_folder) -> None:
+    model = ("-m", hybrid_folder, "--dtype", "float32")
+    said = invoke("chat", "-n", 5, *model, input="Hello there\n/memory\n").stderr
+    assert re.search(r"\n  states +0\.0 MB\n", said)
+    assert re.search(r"\n  a rewind of one token evaluates [0-9]+ tokens? again\n", said)
+    assert re.search(r"\n[0-9]+ of 4096 cells, .*; policy sliding\n", said)
+
+
 def test_a_system_prompt_that_fills_the_memory_is_refused(invoke, tiny) -> None:
     result = invoke("chat", "--system", SYSTEM, "--max-kv-size", 17, *tiny, input="Hi\n")
     assert result.exit_code == 2

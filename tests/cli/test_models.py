@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny_gguf import tiny_llama, write_gguf
 
+import kvkeep
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.model import Model
@@ -68,6 +69,16 @@ def test_show_names_the_executors_and_the_reason(invoke, tiny_folder: Path) -> N
     assert "attention by torch" in shown
     cells = facts_of(invoke, tiny_folder, "--dtype", "float32")["thousand_cells"]
     assert list(cells) == ["32 bits", "8 bits", "8/4 bits", "4 bits"]
+
+
+def test_show_has_the_bytes_of_states_and_checkpoints(invoke, hybrid_folder: Path) -> None:
+    asked = (hybrid_folder, "--dtype", "float32")
+    shown, facts = invoke("models", "show", *asked).stdout, facts_of(invoke, *asked)
+    session = kvkeep.load_model(hybrid_folder, dtype="float32").session(512, prefill_step=64)
+    session.feed(list(range(3, 200)))
+    assert session.memory_use.states == facts["state_bytes"] == facts["checkpoint_bytes"] > 0
+    assert "--checkpoints bounds those of a session" in shown
+    assert "MB of states" in shown
 
 
 def test_unsupported_packed_weights_are_refused(invoke, tiny_folder: Path) -> None:

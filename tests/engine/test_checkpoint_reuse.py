@@ -74,7 +74,8 @@ def test_a_beginning_that_was_reused_stays(model: Model) -> None:
 
 def test_without_bytes_for_checkpoints_nothing_is_reused(model: Model) -> None:
     works = [Request(text(1000), 5), Request(text(1000), 8)]
-    assert require_alone(model, works, checkpoint_bytes=0).reuse.tokens == 0
+    reuse = require_alone(model, works, checkpoint_bytes=0).reuse
+    assert (reuse.tokens, reuse.reason) == (0, "no_checkpoint")
 
 
 def test_a_turn_after_the_answer_goes_on_from_its_cells(model: Model) -> None:

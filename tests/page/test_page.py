@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer, running_server
 from topics import topic_text
 
+from kvkeep import load_model
 from kvkeep.model import Model
 
 TEXT = topic_text()
@@ -333,3 +335,18 @@ def test_without_allow_edit_the_page_is_read_only(
                 name,
             )
             assert status == 403
+
+
+def test_states_and_checkpoints_are_shown(
+    browser: Browser, hybrid_folder: Path, tmp_path: Path
+) -> None:
+    model = load_model(hybrid_folder, dtype="float32")
+    with running_server(model, tmp_path) as server, server.client() as client:
+        name = create_fed_session(client, WHOLE, TEXT[:900])
+        shown = memory(client, name)
+        for page in open_page(browser, server, {"width": 1280, "height": 900}):
+            show(page, name)
+            ends = ", ".join(map(str, shown["checkpoints"]))
+            expect(page.locator("main")).to_contain_text(f"Checkpoints after {ends} tokens.")
+            expect(page.locator("main")).to_contain_text("of states")
+            expect(page.locator(".marks .checkpoint")).to_have_count(len(shown["checkpoints"]))

@@ -14,7 +14,7 @@ from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryOptions
-from kvkeep.cli.memory_map import draw_map, status_line
+from kvkeep.cli.memory_map import draw_map, overwritten_lines, status_line
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
@@ -232,7 +232,9 @@ class RemoteChat(ChatLoop):
     def do_memory(self, argument: str) -> str:
         memory = self._session.memory()
         description = f"{_cells_text(memory)}; policy {memory['policy']}"
-        return "\n".join([*draw_map(_token_statuses(memory)), description])
+        parts, ends = memory.get("bytes_by_part", {}), memory.get("checkpoints", [])
+        lines = overwritten_lines(parts, ends, memory.get("rewind_evaluates"))
+        return "\n".join([*draw_map(_token_statuses(memory)), *lines, description])
 
     def do_branches(self, argument: str) -> str:
         return "\n".join(

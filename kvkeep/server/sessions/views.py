@@ -38,7 +38,12 @@ _QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are droppe
 
 @router.get("/v1/sessions/{name}/memory")
 async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
-    """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten."""
+    """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten.
+
+    `bytes_by_part` says what cells, windows of local layers, states and checkpoints take,
+    `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
+    rewind by one token evaluates again.
+    """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
 
@@ -85,7 +90,7 @@ async def heads(
 
 
 def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
-    session, entry = record.live, session_entry(record)
+    session, entry, use = record.live, session_entry(record), record.live.memory_use
     runs, start = list[dict[str, Any]](), 0
     for status, run in groupby(session.token_status):
         count = len(list(run))
@@ -98,6 +103,13 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     return {
         **{field: entry[field] for field in _SESSION_FIELDS},
         "bytes_shared": engine.shared_bytes(record),
+        "bytes_by_part": {
+            "cells": use.cells,
+            "windows": use.windows,
+            "states": use.states,
+            "checkpoints": use.checkpoints,
+        },
+        "rewind_evaluates": use.rewind_evaluates,
         "runs": runs,
         "spans": spans,
     }

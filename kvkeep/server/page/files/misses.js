@@ -8,6 +8,7 @@ const REASONS = {
   cold: "No evaluated text begins with the same tokens.",
   differs: "The nearest text continues differently.",
   below_step: "The common prefix is shorter than one prefill step.",
+  no_checkpoint: "The nearest text has no checkpoint that is near enough.",
   written: "The nearest text was generated there, not prefilled.",
   forgotten: "Cells of the nearest text were evicted.",
   compressed: "Cells of the nearest text were compressed.",

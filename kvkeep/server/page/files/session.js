@@ -135,11 +135,27 @@ function factLine(memory) {
   return [
     `${number(memory.tokens)} tokens in ${number(memory.cells)}${budget} cells, ${memory.policy}. `,
     `${bytes(memory.bytes)}${shared}. `,
+    overwrittenParts(memory),
     memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
     tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
     `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
     h("a", { href: `#/sessions/${memory.name}/heads` }, "Cells by head"),
   ].flat();
+}
+
+// Returns what local windows, states and checkpoints take, and what a rewind costs; "" without any.
+function overwrittenParts(memory) {
+  const { cells, ...others } = memory.bytes_by_part;
+  const parts = Object.entries(others).filter(([, size]) => size);
+  if (!parts.length) return "";
+  const sizes = parts.map(([part, size]) => `${bytes(size)} of ${part}`).join(", ");
+  const ends = memory.checkpoints.map(number).join(", ");
+  const evaluated = memory.rewind_evaluates;
+  return [
+    `${bytes(cells)} of cells, ${sizes}. `,
+    ends ? `Checkpoints after ${ends} tokens. ` : "",
+    evaluated === null ? "" : `A rewind of one token evaluates ${number(evaluated)} again. `,
+  ].join("");
 }
 
 function markSelected(selection) {

@@ -64,7 +64,9 @@ export function strip(name, onSelect) {
     slider.setAttribute("aria-valuemax", String(Math.max(0, memory.tokens - 1)));
     fill(bars, memory.runs.map((run) => h("span", { class: run.standing, style: { flexGrow: String(run.count) } })));
     const spans = Object.entries(memory.spans).filter(([, span]) => span.end > span.start);
-    fill(spanMarks, memory.tokens ? spans.map(([label, span]) => spanMark(label, span, memory.tokens)) : []);
+    const spanElements = spans.map(([label, span]) => spanMark(label, span, memory.tokens));
+    const checkpoints = (memory.checkpoints || []).map((end) => checkpointMark(end, memory.tokens));
+    fill(spanMarks, memory.tokens ? [...spanElements, ...checkpoints] : []);
     const counts = STATUSES.map((status) => [status, countOf(memory, status)]);
     fill(legend, counts.filter(([, count]) => count).map(legendEntry));
     moveTo(Math.min(at, memory.tokens));
@@ -76,6 +78,11 @@ export function strip(name, onSelect) {
 function spanMark(label, span, tokens) {
   const style = { left: `${(100 * span.start) / tokens}%`, width: `${(100 * (span.end - span.start)) / tokens}%` };
   return h("span", { title: label, style });
+}
+
+function checkpointMark(end, tokens) {
+  const style = { left: `calc(${(100 * end) / tokens}% - 1px)`, width: "2px" };
+  return h("span", { class: "checkpoint", title: `checkpoint after ${number(end)} tokens`, style });
 }
 
 const legendEntry = ([status, count]) =>

@@ -1,0 +1,57 @@
+"""What the parts of a session take in memory, and what going back would evaluate again."""
+
+from dataclasses import dataclass
+
+from kvkeep.cache.storage import nbytes as storage_bytes
+from kvkeep.session.memory import Memory
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The bytes of a session's parts; their sum is `Session.nbytes`.
+
+    cells: of the layers that see all tokens. windows: of local layers. states: of layers that keep
+    a state. checkpoints: what these take beyond the session's own windows and states.
+    checkpoint_ends: after which tokens they are. rewind_evaluates: how many tokens `rewind(1)`
+    evaluates again; 0 if it removes the only token, None if it is refused.
+    """
+
+    cells: int
+    windows: int
+    states: int
+    checkpoints: int
+    checkpoint_ends: tuple[int, ...]
+    rewind_evaluates: int | None
+
+
+def memory_use(memory: Memory) -> MemoryUse:
+    """Return what the parts of a memory take."""
+    cache = memory.cache
+    cells = storage_bytes(cache.segments)
+    windows = 0 if cache.local_cache is None else storage_bytes(cache.local_cache.segments)
+    states = sum(state.nbytes for state in cache.recurrent_states.values())
+    checkpoints = memory.nbytes - cells - windows - states
+    ends = tuple(each.num_tokens for each in memory.checkpoints.entries)
+    return MemoryUse(cells, windows, states, checkpoints, ends, evaluated_by_rewind(memory, 1))
+
+
+def evaluated_by_rewind(memory: Memory, count: int) -> int | None:
+    """Return how many tokens a rewind of the last `count` evaluates again; None if it is refused.
+
+    The last token that stays is evaluated for its logits, and so are all before it that windows and
+    states must be computed from.
+    """
+    total, rewindable = len(memory.tokens), memory.num_rewindable
+    remaining = total - count
+    if remaining == 0:
+        return 0
+    if not 0 <= count < rewindable:
+        return None
+    if memory.holds_overwritten(count + 1):
+        return 1
+    checkpoint = None
+    if memory.cache.local_cache is None:  # see `refill_overwritten`
+        checkpoint = memory.usable_checkpoint(remaining - 1)
+    if checkpoint is not None:
+        return remaining - checkpoint.num_tokens
+    return memory.num_held - count

@@ -1,0 +1,44 @@
+"""The views of a session whose model keeps states: what its parts take, and what a rewind costs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server.conftest import running_server
+
+import kvkeep
+
+
+@pytest.fixture(scope="module")
+def client(hybrid_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    model, folder = kvkeep.load_model(hybrid_folder, dtype="float32"), tmp_path_factory.mktemp("s")
+    with running_server(model, folder) as running, running.client() as client:
+        yield client
+
+
+def test_a_session_shows_its_states_and_checkpoints(client: httpx.Client) -> None:
+    assert client.post("/v1/sessions", json={"name": "a", "policy": "full"}).status_code == 201
+    tokens = list(range(3, 403))
+    client.post("/v1/sessions/a/feed", json={"tokens": tokens}).raise_for_status()
+    memory = client.get("/v1/sessions/a/memory").json()
+    parts = memory["bytes_by_part"]
+    assert memory["checkpoints"] == [128, 256, 384]
+    assert sum(parts.values()) == memory["bytes"]
+    assert parts["checkpoints"] == 3 * parts["states"] > 0
+    assert memory["rewind_evaluates"] == 399 - 384
+    client.post("/v1/sessions/a/fork", json={"name": "b"}).raise_for_status()
+    forked = client.get("/v1/sessions/b/memory").json()
+    assert forked["bytes_shared"] == forked["bytes"], "states are shared as well"
+
+
+def test_why_a_prompt_was_not_reused_names_the_missing_checkpoint(client: httpx.Client) -> None:
+    assert client.post("/v1/sessions", json={"name": "c"}).status_code == 201
+    tokens = [i % 900 + 5 for i in range(1300)]
+    client.post("/v1/sessions/c/feed", json={"tokens": tokens}).raise_for_status()
+    ends = client.get("/v1/sessions/c/memory").json()["checkpoints"]
+    missing = next(end for end in range(256, 1280, 128) if end not in ends)
+    prompt = {"tokens": [*tokens[: missing + 20], 7, 7, 7]}
+    explained = client.post("/v1/prefix/explain", json=prompt).json()
+    assert (explained["reason"], explained["differs_at"]) == ("no_checkpoint", missing + 20)
+    assert explained["reused"] == max(end for end in ends if end < missing)

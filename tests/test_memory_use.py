@@ -1,0 +1,86 @@
+"""The reported memory of a session's parts, and of what a rewind evaluates again, is true."""
+
+import pytest
+from edit_actions import LOCAL_MODEL, MODEL, loud_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import local_spec, small_model, state_specs
+
+from kvkeep import SessionGroup
+from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
+from kvkeep.session.memory_use import evaluated_by_rewind
+from kvkeep.session.session import Session
+
+MODELS = {
+    "plain": MODEL,
+    "local": LOCAL_MODEL,
+    "wide": loud_model(local_spec(window=60)),
+    "delta_net": small_model(spec=state_specs()["delta_net"]),
+}
+IDS = [(17 * i * i + 5 * i) % 251 + 1 for i in range(400)]
+
+
+def fed(model: Model, count: int = 300, **options: object) -> Session:
+    session = model.session(max_kv_size=600, prefill_step=50, **{"policy": "full", **options})
+    session.feed(IDS[:count])
+    return session
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    policy=st.sampled_from(["full", "sliding"]),
+    counts=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    removed=st.integers(0, 260),
+)
+def test_a_rewind_evaluates_as_many_tokens_as_announced(
+    name: str, policy: str, counts: list[int], removed: int
+) -> None:
+    session = MODELS[name].session(200, policy=policy, prefill_step=50)
+    for count in counts:
+        room = session.room
+        if room is None or count <= room:
+            session.feed(IDS[:count])
+    evaluated, decoder = 0, session.core.memory.decoder
+    announced = evaluated_by_rewind(session.core.memory, removed)
+    forward = decoder.forward
+
+    def counting(tokens: object, *rest: object) -> object:
+        nonlocal evaluated
+        evaluated += len(tokens)  # type: ignore[arg-type]
+        return forward(tokens, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "forward", counting)
+        if announced is None:
+            with pytest.raises(InvalidArgument):
+                session.rewind(removed)
+        else:
+            session.rewind(removed)
+            assert evaluated == (announced if removed else 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_add_up(name: str) -> None:
+    session = fed(MODELS[name])
+    use = session.memory_use
+    assert use.cells + use.windows + use.states + use.checkpoints == session.nbytes
+    assert list(use.checkpoint_ends) == session.checkpoints
+    assert bool(use.windows) == (name in ("local", "wide"))
+    assert bool(use.states) == (name == "delta_net")
+    assert bool(use.checkpoints) == (name != "plain")
+    session.checkpoint_bytes = 0
+    without = session.memory_use
+    assert (without.checkpoints, without.checkpoint_ends) == (0, ())
+    assert without.states == use.states
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_group_counts_states_and_what_sessions_share_once(name: str) -> None:
+    session, other = fed(MODELS[name]), fed(MODELS[name])
+    assert SessionGroup([session, other]).nbytes == session.nbytes + other.nbytes
+    group = SessionGroup([session, session.fork()])
+    assert group.nbytes == session.nbytes
+    group.next_tokens()
+    assert session.nbytes < group.nbytes < 2 * session.nbytes
