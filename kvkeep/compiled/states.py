@@ -52,6 +52,8 @@ def unsupported_states(layers: StateLayers) -> str:
     """Say why the kernels do not run state layers, as a predicate of "the kernels", or ""."""
     if layers.kind not in _KINDS:
         return f"compute no state layers of the kind {layers.kind}"
+    if layers.norm != "after_gate":
+        return "compute Mamba-2 with a norm after the gate only"
     widths = {"channels": layers.channels, "key_dim": layers.key_dim, "value_dim": layers.value_dim}
     found = ", ".join(f"{name} {width}" for name, width in widths.items() if width % _LANES)
     if found:

@@ -175,6 +175,21 @@ GRANITE4_H = MAMBA | {
     "shared_intermediate_size": 112,
     "pad_token_id": 0,
 }
+FALCON_H1 = MAMBA | {
+    "num_hidden_layers": 4,
+    "mamba_d_ssm": 120,
+    "head_dim": 24,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.6, 1.5],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 1.2, 0.8, 1.1, 0.9],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    **PADDING,
+}
 BAMBA = MAMBA | {"attn_layer_indices": [1, 4, 5], **PADDING}
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -373,6 +388,18 @@ FAMILIES = {
     ),
     "bamba": ("Bamba", BAMBA),
     "bamba-biases": ("Bamba", BAMBA | {"attention_bias": True, "mlp_bias": True}),
+    "falcon-h1": ("FalconH1", FALCON_H1 | {"tie_word_embeddings": True}),
+    "falcon-h1-norms": (
+        "FalconH1",
+        FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_n_groups": 2, "mlp_bias": True, "attention_bias": True},
+    ),
+    "falcon-h1-norms-after-gates": (
+        "FalconH1",
+        MAMBA
+        | {"num_hidden_layers": 3, "mamba_d_ssm": None, "mamba_rms_norm": True}
+        | {"mamba_norm_before_gate": False, **PADDING},
+    ),
     "qwen3.5": ("Qwen3_5Text", QWEN35),
     "qwen3.5-biases": (
         "Qwen3_5Text",
@@ -416,7 +443,7 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
-STATES = ["granite4-h-experts", "bamba", "lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
+STATES = ["granite4-h-experts", "bamba", "falcon-h1", "lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 

@@ -32,6 +32,7 @@ _CLASS_AND_MODEL_TYPE = {
     "granite": ("GraniteForCausalLM", "granite"),
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "command-r": ("CohereForCausalLM", "cohere"),

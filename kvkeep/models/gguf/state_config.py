@@ -22,6 +22,8 @@ def state_config(file: GgufFile) -> dict[str, Any]:
         return _delta_net_config(file)
     if file.arch == "granitehybrid":
         return _granite_config(file)
+    if file.arch == "falcon-h1":
+        return _falcon_h1_config(file)
     return {}
 
 
@@ -55,14 +57,33 @@ def _granite_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": max(kv_heads),
         "layer_types": ["full_attention" if heads else "linear_attention" for heads in kv_heads],
         "position_embedding_type": "rope" if is_rotated else None,
+        "mamba_expand": inner_size // hidden_size,
+        **_mamba_config(file, first),
+    }
+
+
+def _falcon_h1_config(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of Falcon-H1. All its multipliers are 1: its weights contain them."""
+    has_bias = "blk.0.ssm_in.bias" in file.tensors
+    return {
+        **_mamba_config(file, 0),
+        "mamba_d_ssm": file.positive_int("{arch}.ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": has_bias,
+    }
+
+
+def _mamba_config(file: GgufFile, layer: int) -> dict[str, Any]:
+    """Return the fields of Mamba-2. layer: one that has it."""
+    return {
         "mamba_n_heads": file.positive_int("{arch}.ssm.time_step_rank"),
         "mamba_d_head": "auto",
         "mamba_n_groups": file.positive_int("{arch}.ssm.group_count"),
         "mamba_d_state": file.positive_int("{arch}.ssm.state_size"),
         "mamba_d_conv": file.positive_int("{arch}.ssm.conv_kernel"),
-        "mamba_expand": inner_size // hidden_size,
-        "mamba_conv_bias": f"blk.{first}.ssm_conv1d.bias" in file.tensors,
-        "mamba_proj_bias": f"blk.{first}.ssm_in.bias" in file.tensors,
+        "mamba_conv_bias": f"blk.{layer}.ssm_conv1d.bias" in file.tensors,
+        "mamba_proj_bias": f"blk.{layer}.ssm_in.bias" in file.tensors,
     }
 
 

@@ -75,6 +75,15 @@ _DELTA_NET_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_MAMBA_NAMES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 _GPT_OSS = "GptOssForCausalLM"
 # Names of single architectures: in some, `attn_qkv` and `ffn_up` are several matrices in one.
 _ARCHITECTURE_LAYER_NAMES = {
@@ -107,15 +116,8 @@ _ARCHITECTURE_LAYER_NAMES = {
     },
     "Lfm2ForCausalLM": _SHORT_CONVOLUTION_NAMES,
     "Lfm2MoeForCausalLM": {**_SHORT_CONVOLUTION_NAMES, "exp_probs_b.bias": SELECTION_BIAS},
-    "GraniteMoeHybridForCausalLM": {
-        "ssm_in": "mamba.in_proj",
-        "ssm_conv1d": "mamba.conv1d",
-        "ssm_dt.bias": "mamba.dt_bias",
-        "ssm_a": "mamba.A_log",
-        "ssm_d": "mamba.D",
-        "ssm_norm": "mamba.norm",
-        "ssm_out": "mamba.out_proj",
-    },
+    "GraniteMoeHybridForCausalLM": _MAMBA_NAMES,
+    "FalconH1ForCausalLM": _MAMBA_NAMES,
     "Qwen3_5ForCausalLM": _DELTA_NET_NAMES,
     "Qwen3_5MoeForCausalLM": _DELTA_NET_NAMES,
     "Qwen3NextForCausalLM": _DELTA_NET_NAMES,
@@ -208,6 +210,8 @@ def _by_hub_name(
             f"model.{_STREAM_STACK_NAMES[name]}.{stream}.weight": _stack_part(tensor, data)
             for stream, data in enumerate(tensor.data)
         }
+    if name.endswith(".ffn_norm"):  # so in files of Falcon-H1
+        name = f"{name}.weight"
     bare_match = _BARE_LAYER_TENSOR.fullmatch(name)
     if bare_match and bare_match[2] in layer_names:
         name = f"model.layers.{bare_match[1]}.{layer_names[bare_match[2]]}"

@@ -4,7 +4,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import LayerAttention
-from kvkeep.models.layers.primitives import FINAL_NORM, NamedWeights, Norm, WeightMatrix
+from kvkeep.models.layers.primitives import (
+    FINAL_NORM,
+    NamedWeights,
+    Norm,
+    WeightMatrix,
+    multiply,
+)
 
 
 class Attention:
@@ -52,6 +58,11 @@ class Attention:
 
     def __call__(self, x: Tensor, step: LayerAttention) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
+        output = self._attend(multiply(x, self._spec.attention_input_multiplier), step)
+        return multiply(self._o_proj(output), self._spec.attention_output_multiplier)
+
+    def _attend(self, x: Tensor, step: LayerAttention) -> Tensor:
+        """Return the outputs of all heads, `[n, heads * head_dim]`."""
         n, head_dim = x.shape[0], self._head_dim
         q, gate = self._q_proj(x), None
         if self._spec.gated_attention:
@@ -60,14 +71,14 @@ class Attention:
         if self._query_scale is not None:
             q = q * self._query_scale
         if self._k_proj is None:  # the layer attends to another layer's cells
-            return self._o_proj(step.attend(self._index, q, None, None))
+            return step.attend(self._index, q, None, None)
         k = self._k_proj(x)
         v = (k if self._v_proj is None else self._v_proj(x)).view(n, -1, head_dim)
         if self._spec.values_normed:
             v = F.rms_norm(v, (head_dim,), None, self._spec.norm_eps)
         k = _norm_heads(self._key_norm, k).view(n, -1, head_dim)
         output = step.attend(self._index, q, k, v)
-        return self._o_proj(output if gate is None else output * gate.sigmoid())
+        return output if gate is None else output * gate.sigmoid()
 
 
 def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.primitives import Linear, NamedWeights
+from kvkeep.models.layers.primitives import Linear, NamedWeights, multiply
 from kvkeep.models.spec.model_spec import Gating
 
 
@@ -45,14 +45,17 @@ class Mlp:
         self._up = weights.matrix(f"{prefix}.up_proj.weight", width, hidden_size, bias)
         self._down = weights.matrix(f"{prefix}.down_proj.weight", hidden_size, width, bias)
         self._gating = GATING_FUNCTIONS[weights.spec.gating]
+        self._gate_multiplier = weights.spec.gate_multiplier
+        self._output_multiplier = weights.spec.mlp_output_multiplier
         self._threshold_stds = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
-        gate = self._gate(x)
+        gate = multiply(self._gate(x), self._gate_multiplier)
         if self._threshold_stds is not None:
             gate = _sparsify(gate, self._threshold_stds)
-        return self._down(self._gating(gate, self._up(x)))
+        output = self._down(self._gating(gate, self._up(x)))
+        return multiply(output, self._output_multiplier)
 
 
 def _sparsify(gate: Tensor, threshold_stds: float) -> Tensor:

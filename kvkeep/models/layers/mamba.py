@@ -4,13 +4,16 @@ With the token's step d, its value x, and the vectors B and C of its group of he
 S, `[key_dim, value_dim]`, changes and is read so:
 
     S <- exp(d A) S + d B x^T;   out = S^T C + D x
+
+Falcon-H1 also has factors on the layer's input, output, and what is projected from the input, and
+norms the output before it is gated, or not at all.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.primitives import NamedWeights
+from kvkeep.models.layers.primitives import FINAL_NORM, NamedWeights, multiply
 from kvkeep.models.layers.states import CausalConvolution, StepStates, decays_within
 from kvkeep.models.spec.state_layers import StateLayers, recurrent_state_name
 
@@ -18,7 +21,7 @@ _CHUNK_TOKENS = 64
 
 
 class Mamba2:
-    """A layer with a state for each head, in the place of attention (Granite 4-H, Bamba).
+    """A layer's states, one for each head (Granite 4-H, Bamba, Falcon-H1).
 
     The heads of a group share B and C, and are normed together. All of it but the matrix products
     is computed in float32.
@@ -38,15 +41,26 @@ class Mamba2:
         self._step_bias = weights.tensor("mamba.dt_bias", heads).float()
         self._decay_log = weights.tensor("mamba.A_log", heads).float()
         self._skip = weights.tensor("mamba.D", heads).float().unsqueeze(-1)
-        self._norm = weights.tensor("mamba.norm.weight", self._value_width).float()
+        part_widths = [self._value_width] * 2 + [self._key_width] * 2 + [heads]
+        self._part_multipliers: Tensor | None = None
+        if layers.part_multipliers:
+            parts = zip(layers.part_multipliers, part_widths, strict=True)
+            factors = [factor for factor, width in parts for _ in range(width)]
+            self._part_multipliers = weights.tensors[FINAL_NORM].new_tensor(factors)
+        self._norm: Tensor | None = None
+        if layers.norm != "none":
+            self._norm = weights.tensor("mamba.norm.weight", self._value_width).float()
         out_proj = "mamba.out_proj.weight"
         self._out_proj = weights.matrix(out_proj, hidden_size, self._value_width, bias)
 
     def __call__(self, x: Tensor, states: StepStates) -> Tensor:
         """Map `[tokens, hidden_size]` to the same shape."""
-        projected = self._in_proj(x)
+        projected = self._in_proj(multiply(x, self._layers.input_multiplier))
+        if self._part_multipliers is not None:
+            projected = projected * self._part_multipliers
         out = states.mix(self._index, [projected])
-        return self._out_proj(self._mix(projected, states) if out is None else out)
+        out = self._out_proj(self._mix(projected, states) if out is None else out)
+        return multiply(out, self._layers.output_multiplier)
 
     def _mix(self, projected: Tensor, states: StepStates) -> Tensor:
         """Map a projection to the input of the output projection."""
@@ -71,10 +85,18 @@ class Mamba2:
         out, state = _scan(c, b, added, log_decay, state)
         states.write(self._state_name, state)
         out = out.transpose(1, 2).reshape(values.shape) + values * self._skip
-        out = out.flatten(1) * F.silu(gate.float())
-        groups = torch.unflatten(out, 1, (layers.key_heads, -1))
+        return self._gated(out.flatten(1), F.silu(gate.float())).to(projected.dtype)
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Return the output gated and normed, by groups of heads. Both `[tokens, value_width]`."""
+        if self._norm is None:
+            return out * gate
+        gates_first = self._layers.norm == "after_gate"
+        groups = torch.unflatten(
+            out * gate if gates_first else out, 1, (self._layers.key_heads, -1)
+        )
         out = F.rms_norm(groups, groups.shape[-1:], None, self._norm_eps).flatten(1) * self._norm
-        return out.to(projected.dtype)
+        return out if gates_first else out * gate
 
 
 def _scan(

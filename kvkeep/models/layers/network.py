@@ -23,6 +23,7 @@ from kvkeep.models.layers.primitives import (
     NamedWeights,
     Norm,
     WeightMatrix,
+    multiply,
 )
 from kvkeep.models.layers.state_modules import STATE_MODULES
 from kvkeep.models.layers.states import StepStates
@@ -50,7 +51,7 @@ class DecoderLayer:
         self._state_module, self._attention = None, None
         if spec.states is not None and spec.is_state_layer(index):
             self._state_module = STATE_MODULES[spec.states.kind](weights, spec.states, index)
-        else:
+        if spec.has_attention(index):
             self._attention = Attention(weights, index)
         replaces_mlp = spec.has_experts(index) and not spec.experts_beside
         self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
@@ -109,15 +110,16 @@ class DecoderLayer:
         return self._add_residual(x, _normed(self._mlp_output_norm, output))
 
     def _mix_tokens(self, x: Tensor, step: LayerAttention, states: StepStates | None) -> Tensor:
-        """Map `[n, hidden_size]` to the same shape, by attention or the layer's state."""
+        """Map `[n, hidden_size]` to the same shape, by the layer's state, attention, or both."""
         if self._state_module is None:
             assert self._attention is not None
             return self._attention(x, step)
         assert states is not None, "the executor passes the states of a model with state layers"
-        return self._state_module(x, states)
+        output = self._state_module(x, states)
+        return output if self._attention is None else output + self._attention(x, step)
 
     def _add_residual(self, x: Tensor, update: Tensor) -> Tensor:
-        return x + _multiply(update, self._spec.residual_multiplier)
+        return x + multiply(update, self._spec.residual_multiplier)
 
 
 def _dense_mlp(weights: NamedWeights, index: int) -> Mlp:
@@ -169,7 +171,7 @@ class Network:
 
         Returns `[n, hidden_size]`, after the final norm.
         """
-        x = _multiply(self.embedding.take_rows(tokens), self._embedding_multiplier)
+        x = multiply(self.embedding.take_rows(tokens), self._embedding_multiplier)
         vectors = self._per_layer(tokens, x) if self._per_layer else ()
         x = self._altup_streams.expand(x) if self._altup_streams else x
         for layer in self.layers:
@@ -178,7 +180,7 @@ class Network:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to `[n, vocab]`, float32; not checked for NaN."""
-        logits = _multiply(self.lm_head(hidden).float(), self.spec.logits_multiplier)
+        logits = multiply(self.lm_head(hidden).float(), self.spec.logits_multiplier)
         cap = self.spec.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -196,10 +198,6 @@ def per_layer_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
 
 def _round_to_dtype(multiplier: float, dtype: torch.dtype) -> float:
     return torch.tensor(multiplier, dtype=dtype, device="cpu").item()
-
-
-def _multiply(x: Tensor, multiplier: float) -> Tensor:
-    return x if multiplier == 1 else x * multiplier
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

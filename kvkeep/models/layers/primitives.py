@@ -57,6 +57,10 @@ class Linear:
         return F.embedding(indices, self.weight)
 
 
+def multiply(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier
+
+
 def padded_row_count(n: int) -> int:
     """Return to how many rows a product of `n` rows is padded: one of 35 numbers up to 512."""
     if n == 1:

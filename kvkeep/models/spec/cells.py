@@ -49,13 +49,13 @@ def new_cache(
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
     """Return for each layer which cache its cells are in, and their index among its layers.
 
-    State layers, which have no cells, get -1.
+    Layers without attention, which have no cells, get -1.
     """
     cached_layers = [spec.layers_with_cells(group) for group in spec.groups]
     placements = []
     for layer in range(spec.layers):
         is_local = layer in spec.local_layers
-        if spec.is_state_layer(layer):
+        if not spec.has_attention(layer):
             placements.append(LayerPlacement(is_local, -1))
         else:
             index = cached_layers[is_local].index(spec.kv_source(layer))

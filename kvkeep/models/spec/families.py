@@ -138,7 +138,7 @@ _GEMMA4 = replace(
 )
 _QWEN35 = Family(
     spec_fields={"qk_norm": True, "unit_norms": True, "gated_attention": True},
-    state_kind="delta_net",
+    state_rule="delta_net",
     partial_rotary_factor=0.25,
     ignored_tensors=r"mtp\..*",  # layers that predict several tokens
     defaults={
@@ -155,7 +155,7 @@ _LFM2 = Family(
     bias_rule="none",
     spec_fields={"qk_norm": True},
     norm_eps_field="norm_eps",
-    state_kind="convolution",
+    state_rule="lfm2",
     field_aliases={"tie_embedding": _TIED, "block_ff_dim": "intermediate_size"},
     renamed_tensors={
         "operator_norm": "input_layernorm",
@@ -187,6 +187,19 @@ _MAMBA_DEFAULTS = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
+_BAMBA = Family(
+    mlp_bias=True,
+    state_rule="mamba2",
+    partial_rotary_factor=0.5,
+    renamed_tensors={
+        "pre_ff_layernorm": "post_attention_layernorm",
+        "feed_forward.gate_proj": "mlp.gate_proj",
+        "feed_forward.up_proj": "mlp.up_proj",
+        "feed_forward.down_proj": "mlp.down_proj",
+    },
+    final_norm="model.final_layernorm",
+    defaults={**_MAMBA_DEFAULTS, _KV_HEADS: 8, _EPS: 1e-5, "attn_layer_indices": None},
+)
 _QWEN35_MOE = replace(
     _QWEN35,
     mixture=Mixture("moe_intermediate_size", "shared_expert_intermediate_size", norm_topk=True),
@@ -221,7 +234,7 @@ FAMILIES: dict[str, Family] = {
         mlp_width_field="shared_intermediate_size",
         fused_gate_up="shared_mlp.input_linear",
         renamed_tensors={"shared_mlp.output_linear": "mlp.down_proj"},
-        state_kind="mamba2",
+        state_rule="mamba2",
         field_aliases={"layers_block_type": "layer_types"},
         mixture=Mixture(
             norm_topk=True,
@@ -236,18 +249,18 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
         },
     ),
-    "BambaForCausalLM": Family(
-        mlp_bias=True,
-        state_kind="mamba2",
-        partial_rotary_factor=0.5,
-        renamed_tensors={
-            "pre_ff_layernorm": "post_attention_layernorm",
-            "feed_forward.gate_proj": "mlp.gate_proj",
-            "feed_forward.up_proj": "mlp.up_proj",
-            "feed_forward.down_proj": "mlp.down_proj",
+    "BambaForCausalLM": _BAMBA,
+    "FalconH1ForCausalLM": replace(
+        _BAMBA,
+        state_rule="falcon_h1",
+        partial_rotary_factor=None,
+        defaults={
+            **_MAMBA_DEFAULTS,
+            _KV_HEADS: 8,
+            _EPS: 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
         },
-        final_norm="model.final_layernorm",
-        defaults={**_MAMBA_DEFAULTS, _KV_HEADS: 8, _EPS: 1e-5, "attn_layer_indices": None},
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvkeep.models.spec.state_layers import StateKind
-
 # What decides which attention projections have biases:
 # "attention_bias": that field, for all four of them. "attention_bias of qkv": that field, for q, k
 # and v. "qkv": always q, k and v. "qkv_bias": q, k and v unless that field is false.
@@ -14,6 +12,8 @@ BiasRule = Literal["attention_bias", "attention_bias of qkv", "qkv", "qkv_bias",
 # "sliding_window": a stated window always counts. "use_sliding_window": only if that field is true.
 # "max_window_layers": only if, moreover, `layer_types` or `max_window_layers` lets a layer slide.
 WindowRule = Literal["sliding_window", "use_sliding_window", "max_window_layers", "none"]
+# How configs describe layers that keep a state: `config_states.py` has a function for each.
+StateRule = Literal["lfm2", "delta_net", "mamba2", "falcon_h1"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Family:
     spec_fields: fields of ModelSpec that are the same for all models of the architecture.
     norm_eps_field, activation_field, mlp_width_field: the config fields that state these.
     field_aliases: config fields that replace another one, where they are there: their name to it.
-    state_kind: of the layers that keep a state instead of cells, which `config_states.py` reads.
+    state_rule: see `StateRule`; None if no layer keeps a state.
     is_gemma4, is_gemma3n: the config has the fields that `config_gemma.py` reads.
     granite_multipliers: the config has Granite's four multipliers.
     cohere_logit_scale: the config has Cohere's `logit_scale`.
@@ -104,7 +104,7 @@ class Family:
     activation_field: str = "hidden_act"
     mlp_width_field: str = "intermediate_size"
     field_aliases: Mapping[str, str] = field(default_factory=dict)
-    state_kind: StateKind | None = None
+    state_rule: StateRule | None = None
     is_gemma4: bool = False
     is_gemma3n: bool = False
     granite_multipliers: bool = False

@@ -1,6 +1,7 @@
 """The specification of a model in numbers: all that the forward and the cache depend on."""
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -52,6 +53,9 @@ class ModelSpec:
         attention and MLP add to the residual stream, and on logits.
     embedding_multiplier_rounded: that factor is first rounded to the dtype of the weights.
     attention_multiplier: replaces 1 / sqrt(head_dim) as the softmax scale; None for that scale.
+    attention_input_multiplier, attention_output_multiplier, gate_multiplier,
+        mlp_output_multiplier: factors on what attention reads and gives, on the gate values of
+        MLPs, and on what MLPs give.
     experts, experts_per_token: for a mixture of experts in the place of the MLP, how many there are
         and how many the router chooses for a token, by a softmax over all; 0 without a mixture.
     expert_size, shared_expert_size: the intermediate_size of an expert, and of the shared expert
@@ -167,6 +171,10 @@ class ModelSpec:
     router_bias: bool = False
     routed_scale: float = 1.0
     ungated_shared_expert: bool = False
+    attention_input_multiplier: float = 1.0
+    attention_output_multiplier: float = 1.0
+    gate_multiplier: float = 1.0
+    mlp_output_multiplier: float = 1.0
 
     @property
     def keeps_states(self) -> bool:
@@ -174,8 +182,18 @@ class ModelSpec:
         return self.recurrent or self.states is not None
 
     def is_state_layer(self, layer: int) -> bool:
-        """Whether a layer keeps a state in the place of attention."""
+        """Whether a layer keeps a state, in the place of attention or beside it."""
         return self.states is not None and layer in self.states.layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends to cells."""
+        return layer in self._attention_layers
+
+    @cached_property
+    def _attention_layers(self) -> frozenset[int]:
+        states = self.states
+        replaced = states.layers if states is not None and not states.beside_attention else ()
+        return frozenset(range(self.layers)) - frozenset(replaced)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""
@@ -205,7 +223,7 @@ class ModelSpec:
     @cached_property
     def groups(self) -> tuple["LayerGroup", ...]:
         """The group of global layers, and that of local layers if there are any."""
-        all_layers = set(range(self.layers)) - set(self.states.layers if self.states else ())
+        all_layers = self._attention_layers
         local_layers = set(self.local_layers)
         global_group = LayerGroup(
             tuple(sorted(all_layers - local_layers)),
@@ -228,7 +246,7 @@ class ModelSpec:
         )
         return global_group, local_group
 
-    def _unrotated_among(self, layers: set[int]) -> tuple[int, ...]:
+    def _unrotated_among(self, layers: Set[int]) -> tuple[int, ...]:
         return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":

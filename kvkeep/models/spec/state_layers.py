@@ -1,4 +1,4 @@
-"""Layers that keep a state instead of cells: which they are, and the sizes of their states."""
+"""Layers that keep a state: which they are, and the sizes of their states."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,11 +11,13 @@ from torch import Tensor
 from kvkeep.cache.checks import require, require_tensor
 
 StateKind = Literal["convolution", "delta_net", "mamba2"]
+# How Mamba-2's output is normed: after it is gated, before it, or not at all.
+MambaNorm = Literal["after_gate", "before_gate", "none"]
 
 
 @dataclass(frozen=True)
 class StateLayers:
-    """The layers of a model that have a state in the place of attention; all of one kind.
+    """The layers of a model that have a state in the place of attention or beside it; of one kind.
 
     A state summarises all tokens so far in a fixed number of values. Fields beyond the first four
     have a default, which is left out of fingerprints.
@@ -30,6 +32,11 @@ class StateLayers:
         values in each. Of Mamba-2 the groups of heads, the heads, the size of a state (of B and C),
         and the width of a head.
     proj_bias: the projections around Mamba-2 have biases.
+    beside_attention: these layers have attention, too. Both read the same input, and their outputs
+        are added.
+    norm: of Mamba-2.
+    input_multiplier, output_multiplier: factors on what Mamba-2 reads and on what it gives.
+    part_multipliers: factors on Mamba-2's gates, values, B, C and steps; empty if all are 1.
     tiled_output: the columns of DeltaNet's output projection are those of the first value head of
         each key head, then those of the second, and so on (GGUF files).
     """
@@ -45,6 +52,11 @@ class StateLayers:
     value_dim: int = 0
     tiled_output: bool = False
     proj_bias: bool = False
+    beside_attention: bool = False
+    norm: MambaNorm = "after_gate"
+    input_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    part_multipliers: tuple[float, ...] = ()
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of a layer, by its name among all states.

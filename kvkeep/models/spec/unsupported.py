@@ -44,7 +44,6 @@ _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    (_MAMBA, "Falcon 3 is supported"): "FalconH1ForCausalLM falcon-h1",
     (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
     (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
     (_LATENT, "its Qwen2 and Llama distillations are supported"): (
