@@ -165,6 +165,8 @@ def _experts(
 
 def _states(family: str, layers: int, values: dict[str, Any], random: Random) -> dict[str, Any]:
     """Draw which layers keep a state instead of cells, and the sizes of the states."""
+    if family == "FalconH1":
+        return _falcon_h1(values, random)
     if family not in ("Lfm2", "Lfm2Moe", *MAMBAS, *DELTA_NETS):
         return {}
     state_kind = "conv" if family.startswith("Lfm2") else "linear_attention"
@@ -212,6 +214,28 @@ def _mamba(family: str, kinds: list[str], values: dict[str, Any], random: Random
         "mamba_d_conv": random.randint(2, 5),
         "mamba_conv_bias": random.random() < 0.5,
         "mamba_proj_bias": random.random() < 0.5,
+    }
+
+
+def _falcon_h1(values: dict[str, Any], random: Random) -> dict[str, Any]:
+    names = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    result: dict[str, Any] = {
+        f"{name}_multiplier": random.uniform(0.3, 3) for name in names if random.random() < 0.7
+    }
+    for name, count in (("mlp", 2), ("ssm", 5)):
+        if random.random() < 0.7:
+            result[f"{name}_multipliers"] = [random.uniform(0.3, 3) for _ in range(count)]
+    heads, head_dim = random.randint(1, 4), random.choice([3, 8, 12])
+    return result | {
+        "mamba_d_ssm": heads * head_dim,
+        "mamba_n_heads": heads,
+        "mamba_d_head": head_dim,
+        "mamba_n_groups": random.choice([1, heads]),
+        "mamba_d_state": random.choice([3, 8, 12]),
+        "mamba_d_conv": random.randint(2, 5),
+        "mamba_conv_bias": random.random() < 0.5,
+        "mamba_rms_norm": random.random() < 0.5,
+        "mamba_norm_before_gate": random.random() < 0.5,
     }
 
 

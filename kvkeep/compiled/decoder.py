@@ -43,6 +43,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
         (state_reason, state_reason),
+        (spec.states and spec.states.beside_attention, "compute no states beside attention"),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_other_table, "need a RoPE frequency for each pair of a head"),

@@ -168,7 +168,6 @@ def test_unsupported_configs_are_refused_by_name(
 
 
 STATES = [
-    "FalconH1ForCausalLM",
     "NemotronHForCausalLM",
     "JambaForCausalLM",
     "MambaForCausalLM",

@@ -108,6 +108,22 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
     },
     "Bamba": MAMBA | {"attn_layer_indices": [1, 3], "rope_parameters": PART},
+    "FalconH1": MAMBA
+    | {
+        "mamba_d_ssm": 1536,
+        "projectors_bias": True,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "mlp_multipliers": [0.6, 1.5],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_multipliers": [0.5, 1.2, 0.8, 1.1, 0.9],
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+    },
     "Lfm2Moe": {
         "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
         "norm_eps": 3e-4,
