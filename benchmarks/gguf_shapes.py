@@ -65,6 +65,10 @@ SHAPES = {
         rotated=0.25,
         states=States(tuple(range(3, 24, 4)), conv_width=4, heads=16, head_dim=128),
     ),
+    # gpt-oss 20B with 4 of its 24 layers, an eighth of its vocabulary, and the same experts.
+    "gpt-oss-4-layers": Shape(
+        2880, 2880, 4, 64, 8, 64, 25_136, False, "gpt-oss", 32, 4, window=128
+    ),
     "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
 }
 
@@ -126,7 +130,7 @@ def vectors(shape: Shape) -> dict[str, NDArray[np.float32]]:
     norms, final_norm = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}, "output_norm.weight"
     if shape.architecture == "gemma3":
         norms |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
-    if shape.architecture == "qwen35":
+    if shape.architecture in ("qwen35", "gpt-oss"):
         norms = {"attn_norm": shape.hidden, "post_attention_norm": shape.hidden}
     if shape.architecture == "lfm2":
         final_norm = "token_embd_norm.weight"
@@ -139,6 +143,8 @@ def vectors(shape: Shape) -> dict[str, NDArray[np.float32]]:
             widths = norms | head_norms
         ones = {f"{name}.weight": np.ones(n, np.float32) for name, n in widths.items()}
         parts = ones | (_state_vectors(shape) if shape.has_state(layer) else {})
+        if shape.architecture == "gpt-oss":
+            parts |= _gpt_oss_vectors(shape)
         tensors |= {f"blk.{layer}.{name}": values for name, values in parts.items()}
     return tensors
 
@@ -158,6 +164,23 @@ def _state_vectors(shape: Shape) -> dict[str, NDArray[np.float32]]:
         "ssm_a": np.full(states.heads, -0.15, np.float32),
         "ssm_norm.weight": np.ones(states.head_dim, np.float32),
     }
+
+
+def _gpt_oss_vectors(shape: Shape) -> dict[str, NDArray[np.float32]]:
+    """Return the biases of a layer and the sinks of its heads, all 0."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes: dict[str, tuple[int, ...]] = {
+        "attn_sinks.weight": (shape.heads,),
+        "attn_q.bias": (queries,),
+        "attn_k.bias": (keys,),
+        "attn_v.bias": (keys,),
+        "attn_output.bias": (shape.hidden,),
+        "ffn_gate_inp.bias": (shape.experts,),
+        "ffn_gate_exps.bias": (shape.experts, shape.inner),
+        "ffn_up_exps.bias": (shape.experts, shape.inner),
+        "ffn_down_exps.bias": (shape.experts, shape.hidden),
+    }
+    return {name: np.zeros(size, np.float32) for name, size in sizes.items()}
 
 
 def add_fields(writer: gguf.GGUFWriter, shape: Shape) -> None:

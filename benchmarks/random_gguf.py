@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.gguf_shapes import SHAPES, Shape, add_fields, matrices, vectors
 
-KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
+KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "MXFP4")
 _SCALE_OFFSETS = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _WEIGHTS_AT_ONCE = 1 << 24  # weights
 
@@ -38,7 +38,8 @@ def main(shape: str, kind: str, path: Path) -> None:
 def write(path: Path, shape: Shape, kind: str) -> None:
     """Write a file; it is held in memory as a whole."""
     writer = gguf.GGUFWriter(path, shape.architecture)
-    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    suffix = "_MOE" if kind == "MXFP4" else ""
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}{suffix}"])
     add_fields(writer, shape)
     _add_vocabulary(writer, shape.vocabulary)
     random = np.random.default_rng(0)
@@ -60,6 +61,8 @@ def _format(name: str, kind: str, layers: int) -> str:
     """Return the format that llama.cpp's quantiser gives a matrix in a file of type `kind`."""
     if "ffn_gate_inp" in name:
         return "F32"
+    if kind == "MXFP4":  # of experts alone
+        return "MXFP4" if "_exps" in name else "Q8_0"
     if name == "output.weight" or (name == "token_embd.weight" and kind.startswith("Q")):
         return "Q8_0" if kind == "Q8_0" else "Q6_K"
     base, _, mix = kind.partition("_K_")
@@ -88,6 +91,9 @@ def random_blocks(
             f"rows of {columns} are not a multiple of the block size of {format_name}; take Q8_0"
         )
     blocks = random.integers(0, 256, (rows, columns // block_size, nbytes), dtype=np.uint8)
+    if format_name == "MXFP4":  # a block begins with its exponent
+        blocks[..., 0] = 127 + round(np.log2(size)) - 1
+        return blocks.reshape(rows, -1)
     largest = {"Q8_0": 127, "Q6_K": 32 * 127}.get(format_name, 8 if block_size == 32 else 8 * 32)
     for offset in _SCALE_OFFSETS.get(format_name, (0,)):
         scale = np.array([size / largest], dtype=np.float16)
