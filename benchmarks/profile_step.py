@@ -95,10 +95,14 @@ def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:
     roles = {"q_proj": "projections", "k_proj": "projections", "v_proj": "projections"}
     roles |= {"o_proj": "output", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
     roles |= {"lm_head": "head", "gate": "mlp", "shared_expert_gate": "mlp"}
+    roles |= {"in_proj": "projections", "out_proj": "output"}  # of state layers
+    roles |= {f"in_proj_{part}": "projections" for part in ("qkv", "z", "b", "a")}
     read = dict.fromkeys((*roles.values(), "attention"), 0)
     for name, nbytes in compiled.matrix_bytes().items():
         read[roles[name.removesuffix(".weight").rpartition(".")[2]]] += nbytes
-    read["attention"] = session.cache.cells * session.cache.layout.cell_bytes
+    states = session.cache.recurrent_states.values()
+    state_bytes = 2 * sum(state.nbytes for state in states)  # each is read, and a new one written
+    read["attention"] = session.cache.cells * session.cache.layout.cell_bytes + state_bytes
     return read
 
 
