@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 import pytest
 from interrupts import BrokenOff, broken_off_at, interrupted_from, lines_of
 from session_state import Whole, differences, going_on, same, whole_state
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Sampling, Session, SessionGroup
 from kvkeep.model import Model
 
 MODEL = small_model(max_positions=64)
+OTHER_MODELS = {
+    "local": small_model(spec=replace(local_spec(), max_positions=64)),
+    "delta_net": small_model(spec=replace(state_specs()["delta_net"], max_positions=64)),
+}
 WARM = Sampling(temperature=1.0, seed=3)
 Breaking = Callable[[int, Callable[[], object]], bool]
 TEXT = [1 + i * 7 % 250 for i in range(60)]
@@ -169,6 +173,16 @@ def check(case: Case, model: Model, points: int, breaking: Breaking) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_call_is_all_or_nothing(name: str, breaking: Breaking) -> None:
     check(CASES[name], MODEL, 5, breaking)
+
+
+@pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
+@pytest.mark.parametrize("kind", ["local", "delta_net"])
+@pytest.mark.parametrize("name", ["feed", "next_token", "rewind full", "delete suffix"])
+def test_an_interrupted_call_is_all_or_nothing_with_checkpoints(
+    name: str, kind: str, breaking: Breaking
+) -> None:
+    """Of models whose tokens overwrite windows and states."""
+    check(CASES[name], OTHER_MODELS[kind], 5, breaking)
 
 
 @pytest.mark.parametrize("name", ["feed", "next_token", "rewind", "pin", "delete"])

@@ -4,13 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.session import Session
 
 MODEL = small_model()
+LOCAL_MODEL = small_model(spec=local_spec())
+STATE_MODEL = small_model(spec=state_specs()["delta_net"])
+MODELS = {"plain": MODEL, "local": LOCAL_MODEL, "delta_net": STATE_MODEL}
 TEXT = list(b"one prompt, and several ways to go on from it, none of which knows the others")
 TOKENS = st.lists(st.integers(1, 255), min_size=1, max_size=30)
 
@@ -47,13 +50,18 @@ def act(session: Session, kind: str, value: object) -> None:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(["full", "sliding", "shift"]), st.sampled_from([16, 24, 64]), ACTIONS)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(["full", "sliding", "shift"]),
+    st.sampled_from([16, 24, 64]),
+    ACTIONS,
+)
 def test_forks_equal_sessions_that_were_never_forked(
-    policy: str, budget: int, actions: list
+    name: str, policy: str, budget: int, actions: list
 ) -> None:
     def new() -> Session:
         keep = None if policy == "full" else 3
-        return MODEL.session(budget, keep=keep, policy=policy, prefill_step=16)
+        return MODELS[name].session(budget, keep=keep, policy=policy, prefill_step=16)
 
     def check() -> None:
         for session, alone in zip(family, loners, strict=True):
@@ -79,9 +87,12 @@ def test_forks_equal_sessions_that_were_never_forked(
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
-@pytest.mark.parametrize("count", [20, 40, 77])
-def test_a_fork_changes_no_bit_of_its_parent(policy: str, count: int) -> None:
-    parent, unforked = (MODEL.session(200 if policy == "full" else 40, policy=policy) for _ in "ab")
+@pytest.mark.parametrize(
+    ("name", "count"), [("plain", 20), ("plain", 77), ("local", 40), ("delta_net", 40)]
+)
+def test_a_fork_changes_no_bit_of_its_parent(policy: str, name: str, count: int) -> None:
+    budget = 200 if policy == "full" else 40
+    parent, unforked = (MODELS[name].session(budget, policy=policy) for _ in "ab")
     for each in (parent, unforked):
         each.feed(TEXT[:count])
     forks = [parent.fork(), parent.fork()]

@@ -8,7 +8,7 @@ import torch
 from counting_constraint import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.cache.segment import MIN_GROWTH
@@ -17,6 +17,11 @@ from kvkeep.model import Model
 from kvkeep.session.session import Session
 
 MODEL = small_model()
+MODELS = {
+    "plain": MODEL,
+    "local": small_model(spec=local_spec()),
+    "delta_net": small_model(spec=state_specs()["delta_net"]),
+}
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(2000)]
 WARM = Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=7)
 
@@ -29,8 +34,10 @@ def branches(parent: Session, count: int) -> list[Session]:
     return forks
 
 
-def fed(prompt: list[int], budget: int | None = None, **settings: object) -> Session:
-    session = MODEL.session(budget, **settings)  # type: ignore[arg-type]
+def fed(
+    prompt: list[int], budget: int | None = None, model: Model = MODEL, **settings: object
+) -> Session:
+    session = model.session(budget, **settings)  # type: ignore[arg-type]
     session.feed(prompt)
     return session
 
@@ -89,6 +96,7 @@ def test_sessions_of_all_policies_write_what_each_writes_alone(sampling: Samplin
 
 @settings(max_examples=25)
 @given(
+    st.sampled_from(sorted(MODELS)),
     st.sampled_from(["full", "sliding", "shift"]),
     st.lists(
         st.one_of(
@@ -102,10 +110,10 @@ def test_sessions_of_all_policies_write_what_each_writes_alone(sampling: Samplin
     ),
 )
 def test_a_family_may_be_forked_fed_and_rewound_between_calls(
-    policy: str, actions: list[tuple[str, int, int]]
+    name: str, policy: str, actions: list[tuple[str, int, int]]
 ) -> None:
     def family(together: bool) -> list[Session]:
-        sessions = [fed(PROMPT[:20], 32, policy=policy)]
+        sessions = [fed(PROMPT[:20], 32, MODELS[name], policy=policy)]
         for kind, which, amount in actions:
             session = sessions[which % len(sessions)]
             try:

@@ -1,13 +1,15 @@
 """Invariants of bounded sessions: budget, window, prefill steps, distances and errors."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from attention_hooks import attending
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import small_model
+from session_state import same, whole_state
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError
@@ -16,6 +18,11 @@ from kvkeep.policies import Sliding
 from kvkeep.session.session import Session
 
 MODEL = small_model()
+MODELS = {
+    "plain": MODEL,
+    "local": small_model(spec=local_spec()),
+    "delta_net": small_model(spec=state_specs()["delta_net"]),
+}
 TOKENS = st.lists(st.integers(1, 255), min_size=1, max_size=60)
 
 
@@ -24,18 +31,22 @@ class Setting:
     max_kv_size: int
     keep: int
     prefill_step: int
+    model: str = "plain"
 
     def session(self) -> Session:
-        return MODEL.session(self.max_kv_size, self.keep, prefill_step=self.prefill_step)
+        model = MODELS[self.model]
+        return model.session(self.max_kv_size, self.keep, prefill_step=self.prefill_step)
 
 
 @st.composite
-def bounded(draw: st.DrawFn) -> Setting:
+def bounded(draw: st.DrawFn, models: Sequence[str] = ("plain",)) -> Setting:
     max_kv_size = draw(st.integers(1, 24))
     keep = draw(st.integers(0, max_kv_size - 1))
-    return Setting(max_kv_size, keep, draw(st.sampled_from([1, 2, 3, 7, 64])))
+    step, model = draw(st.sampled_from([1, 2, 3, 7, 64])), draw(st.sampled_from(models))
+    return Setting(max_kv_size, keep, step, model)
 
 
+ALL = ("plain", "local", "delta_net")
 # Calls: feed tokens, rewind some, or change how many of the first ones are kept.
 ACTIONS = st.lists(
     st.one_of(
@@ -58,27 +69,10 @@ def act(session: Session, action: tuple[str, object]) -> None:
         session.keep = value  # type: ignore[assignment]
 
 
-def state(session: Session) -> tuple[object, ...]:
-    """Return the complete state of a session, to compare it bit for bit."""
-    segments = [
-        (*vars(segment.read(0, segment.length)).values(), segment.position_map, segment.is_anchor)
-        for segment in session.cache.all_segments
-    ]
-    return session.tokens, session.cache.time, session.keep, session.logits, segments
-
-
-def same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 @settings(max_examples=60)
-@given(bounded(), ACTIONS)
+@given(bounded(ALL), ACTIONS)
 def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> None:
-    session = setting.session()
+    session, spec = setting.session(), MODELS[setting.model].spec
     cell_bytes = session.cache.layout.cell_bytes
     for action in actions:
         try:
@@ -92,20 +86,25 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
         assert session.cache.cells <= setting.max_kv_size
         # A change of `keep` cuts storage in two, of which at most an eighth is idle.
         most = setting.max_kv_size + setting.max_kv_size // 8
-        assert session.cache.nbytes <= most * cell_bytes
+        use = session.memory_use
+        assert use.cells <= most * cell_bytes
+        if session.cache.local_cache is not None:
+            assert use.windows <= setting.max_kv_size * session.cache.local_cache.layout.cell_bytes
+        if spec.states is not None and session.tokens:
+            assert use.states == spec.states.nbytes(torch.float32)
 
 
 @settings(max_examples=60)
-@given(bounded(), ACTIONS)
+@given(bounded(ALL), ACTIONS)
 def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:
     session = setting.session()
     invalid = [("feed", []), ("feed", [256]), ("feed", [3, -1]), ("rewind", -1), ("keep", -2)]
     for action in [*actions, *invalid]:
-        before = state(session)
+        before = whole_state(session)
         try:
             act(session, action)
         except KvkeepError:
-            assert same(state(session), before)
+            assert same(whole_state(session), before)
         else:
             assert action not in invalid
 
@@ -115,37 +114,42 @@ class ForwardFailed(Exception):
 
 
 @settings(max_examples=40)
-@given(bounded(), TOKENS, st.integers(0, 1), st.lists(st.integers(1, 255), min_size=1, max_size=7))
+@given(
+    bounded(("plain", "delta_net")),
+    TOKENS,
+    st.integers(0, 1),
+    st.lists(st.integers(1, 255), min_size=1, max_size=7),
+)
 def test_a_step_that_fails_inside_the_model_changes_nothing(
     setting: Setting, tokens: list[int], layer: int, more: list[int]
 ) -> None:
     session, untouched = setting.session(), setting.session()
     session.feed(tokens)
     untouched.feed(tokens)
-    before = state(session)
+    before, model = whole_state(session), MODELS[setting.model]
 
     def failing(step: AnyStep, index: int, *args: torch.Tensor) -> torch.Tensor:
         out = step.attend(index, *args)
-        if index == layer:
+        if index >= layer:  # state layers do not attend
             raise ForwardFailed
         return out
 
     more = more[: setting.prefill_step]
-    with attending(MODEL.decoder, failing), pytest.raises(ForwardFailed):
+    with attending(model.decoder, failing), pytest.raises(ForwardFailed):
         session.feed(more)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     session.feed(more)
     untouched.feed(more)
     assert torch.equal(session.logits, untouched.logits)
 
 
 @settings(max_examples=60)
-@given(bounded(), st.lists(TOKENS, min_size=1, max_size=4), st.sampled_from([1, 5, 64]))
+@given(bounded(ALL), st.lists(TOKENS, min_size=1, max_size=4), st.sampled_from([1, 5, 64]))
 def test_the_prefill_step_does_not_change_logits(
     setting: Setting, prompts: list[list[int]], other_step: int
 ) -> None:
     session = setting.session()
-    other = MODEL.session(setting.max_kv_size, setting.keep, prefill_step=other_step)
+    other = replace(setting, prefill_step=other_step).session()
     for prompt in prompts:
         session.feed(prompt)
         other.feed(prompt)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_model import packed_model, spec_of
+from packed_model import packed_model, spec_of, spec_with_states
 from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup
@@ -110,7 +110,20 @@ def change(draw: random.Random, pair: Pair) -> None:
 def test_random_groups_generate_the_same_bits_as_single_sessions(
     bits: MatrixBits | None, seed: int
 ) -> None:
-    draw, model = random.Random(seed), packed_model(spec_of(32), bits)
+    require_alike(random.Random(seed), packed_model(spec_of(32), bits))
+
+
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["gemma3", "delta_net"])
+def test_groups_with_local_layers_or_states_generate_the_same_bits(
+    kind: str, bits: MatrixBits | None
+) -> None:
+    spec = spec_of(256, kind) if kind == "gemma3" else spec_with_states(kind)
+    require_alike(random.Random(5), packed_model(spec, bits))
+
+
+def require_alike(draw: random.Random, model: Model) -> None:
+    """Require that sessions of a model generate in random groups what they generate alone."""
     pairs = [drawn(draw, model) for _ in range(9)]
     for _ in range(12):
         able = [pair for pair in pairs if pair.alone.room is None or pair.alone.room > 4]

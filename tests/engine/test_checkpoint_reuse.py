@@ -8,7 +8,7 @@ from edit_actions import LOCAL_MODEL
 from engine.random_workload import World
 from engine.test_reuse import require_alike
 from engine.workload import Create, Request, Result, Work
-from packed_model import packed_model, spec_of
+from packed_model import STATE_LAYERS, packed_model, spec_of, spec_with_states
 from small_models import small_model, state_specs
 
 from kvkeep.compiled.binding import kernel_library
@@ -132,10 +132,16 @@ def test_random_generations_equal_the_request_alone(name: str, disk: bool, tmp_p
 @pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize(
     ("family", "head_dim"),
-    [("gemma3", 256), pytest.param("gpt-oss", 64, marks=pytest.mark.extended)],
+    [
+        ("gemma3", 256),
+        ("delta_net", 64),
+        *(pytest.param(x, 64, marks=pytest.mark.extended) for x in ("gpt-oss", "mamba2")),
+    ],
 )
 def test_concurrent_generations_equal_the_request_alone(
     family: str, head_dim: int, tmp_path: Path
 ) -> None:
-    packed = packed_model(spec_of(head_dim, family), None)
+    states = family in STATE_LAYERS
+    spec = spec_with_states(family) if states else spec_of(head_dim, family)
+    packed = packed_model(spec, None)
     require_alike(World(packed, {**SETTINGS, "max_kv_size": 600}, 3, tmp_path), 40)
