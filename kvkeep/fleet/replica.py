@@ -45,6 +45,7 @@ class Replica:
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
         prefixes = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
+        self._prefixes = prefixes
         self.engine = Engine(
             model,
             settings=settings,
@@ -56,6 +57,13 @@ class Replica:
             SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
         )
         self.leases = SessionLeases(self.engine, sessions_of)
+
+    async def close(self) -> None:
+        """Finish requests in progress, and write what others can continue from to the store."""
+        await self.leases.drain()
+        await asyncio.to_thread(self.engine.close)
+        if self._prefixes is not None:
+            await asyncio.to_thread(self._prefixes.flush)
 
     def middleware(self, app: Any) -> SessionMiddleware:
         return SessionMiddleware(app, self.leases, self.writer)
@@ -122,5 +130,4 @@ class ReplicaServer:
     async def __del__(self) -> None:
         """Shut down; called by Ray Serve once requests have ended or had their grace period."""
         self._service.closing = True
-        await self._replica.leases.drain()
-        await asyncio.to_thread(self._replica.engine.close)
+        await self._replica.close()
