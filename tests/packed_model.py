@@ -181,11 +181,30 @@ STATE_LAYERS = {
     ),
 }
 STATE_LAYERS["delta_net, tiled"] = replace(STATE_LAYERS["delta_net"], tiled_output=True)
+STATE_LAYERS["mamba2, no norm"] = replace(STATE_LAYERS["mamba2"], norm="none")
+STATE_LAYERS["mamba2, beside attention"] = replace(
+    STATE_LAYERS["mamba2"],
+    proj_bias=False,
+    norm="before_gate",
+    beside_attention=True,
+    input_multiplier=1.3,
+    output_multiplier=0.7,
+    part_multipliers=(0.8, 1.2, 0.9, 1.1, 1.4),
+)
 
 
 def spec_with_states(kind: str) -> ModelSpec:
-    """Return a spec with four layers, of which the third attends."""
-    return replace(spec_of(), layers=4, states=STATE_LAYERS[kind])
+    """Return a spec with four layers, of which the third attends, or all, as in Falcon-H1."""
+    spec = replace(spec_of(), layers=4, states=STATE_LAYERS[kind])
+    if not STATE_LAYERS[kind].beside_attention:
+        return spec
+    return replace(
+        spec,
+        attention_input_multiplier=0.8,
+        attention_output_multiplier=1.25,
+        gate_multiplier=1.3,
+        mlp_output_multiplier=0.6,
+    )
 
 
 def packed_model(

@@ -68,13 +68,15 @@ class CPerLayerInput(_KernelStructure):
 class CStateShape(_KernelStructure):
     _fields_ = _fields(
         ("kind channels conv_width key_heads value_heads key_dim value_dim tiled_output", c_int32),
-        ("norm_eps", c_float),
+        ("mamba_norm", c_int32),
+        ("norm_eps output_multiplier", c_float),
+        ("input_factors", c_void_p),
     )
 
 
 class CStateLayer(_KernelStructure):
     _fields_ = _fields(
-        ("input gate rate decay", CMatrix),
+        ("input gate rate decay output", CMatrix),
         ("taps conv_bias step_bias decay_rates skip norm", c_void_p),
         ("index reserved", c_int32),
     )
@@ -125,6 +127,8 @@ class CModel(_KernelStructure):
         ("experts_per_token expert_size shared_expert_size norm_topk sigmoid_router", c_int32),
         ("routed_scale", c_float),
         ("gated_attention", c_int32),
+        ("attention_input_multiplier attention_output_multiplier", c_float),
+        ("gate_multiplier mlp_output_multiplier", c_float),
         ("norm", c_void_p),
         ("per_layer", POINTER(CPerLayerEmbedding)),
         ("states", POINTER(CStateShape)),
@@ -221,7 +225,7 @@ class CSimilarity(_KernelStructure):
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
-_INTERFACE_REVISION = 11  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 12  # `kRevision` in src/decode.h
 _STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 

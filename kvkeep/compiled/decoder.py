@@ -33,6 +33,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
     query_sizes = [spec.heads * head_dim for head_dim in head_dims]
     state_size = output_width(spec.states) if spec.states else 0
     state_reason = unsupported_states(spec.states) if spec.states else ""
+    factor_reason = _unsupported_factors(spec)
     widths = (spec.hidden_size, *_mlp_sizes(spec), *query_sizes, state_size, spec.per_layer_size)
     dtype_name, widths_text = str(layout.dtype).removeprefix("torch."), ", ".join(map(str, widths))
     bad_head_dims = ", ".join(str(dim) for dim in head_dims if dim not in HEAD_DIMS)
@@ -43,7 +44,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (layout.device.type != "cpu", f"run on a CPU, not on {layout.device}"),
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
         (state_reason, state_reason),
-        (spec.states and spec.states.beside_attention, "compute no states beside attention"),
+        (factor_reason, factor_reason),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_other_table, "need a RoPE frequency for each pair of a head"),
@@ -51,6 +52,20 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (has_uneven_heads, "need the same number of query heads for each KV head"),
     ]
     return next((text for exists, text in obstacles if exists), "") or unavailable_reason()
+
+
+def _unsupported_factors(spec: ModelSpec) -> str:
+    """Say which factors and sums of Falcon-H1 the kernels lack, as `unsupported_reason`, or ""."""
+    states = spec.states
+    if (spec.qkv_bias and spec.attention_input_multiplier != 1) or (
+        states and states.proj_bias and states.input_multiplier != 1
+    ):
+        return "apply factors to inputs of attention and states only where these have no biases"
+    if spec.experts and (spec.gate_multiplier, spec.mlp_output_multiplier) != (1, 1):
+        return "apply no factors to experts"
+    if states and states.beside_attention and spec.norms_after:
+        return "norm no sum of attention and a state layer"
+    return ""
 
 
 def _mlp_sizes(spec: ModelSpec) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, require
-from kvkeep.compiled.states import describe_state_layer, output_projection, state_shape
+from kvkeep.compiled.states import describe_state_layer, input_factors, state_shape
 from kvkeep.models.layers.experts import (
     EXPERT_SCALES,
     PARALLEL_NORMS,
@@ -27,6 +27,8 @@ _SPEC_FIELDS = (
     *("hidden_size", "heads", "values_normed", "norm_eps", "residual_multiplier", "qk_norm_whole"),
     *("centred_norms", "parallel", "experts_per_token", "expert_size", "shared_expert_size"),
     *("norm_topk", "sigmoid_router", "routed_scale", "gated_attention"),
+    *("attention_input_multiplier", "attention_output_multiplier"),
+    *("gate_multiplier", "mlp_output_multiplier"),
 )
 # Fields of CLayer, and the names of their matrices and norms in a layer.
 _PROJECTIONS = {
@@ -85,7 +87,10 @@ def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c
         head=operands.describe_matrix(LM_HEAD, sampled=True),
     )
     if spec.states is not None:
-        model.states = pointer(state_shape(spec, spec.states))
+        shape = state_shape(spec, spec.states)
+        if factors := input_factors(spec.states):
+            shape.input_factors = operands.copy_address(factors, torch.float32)
+        model.states = pointer(shape)
     if spec.per_layer_size:
         per_layer = c.CPerLayerEmbedding(
             table=operands.describe_matrix(PER_LAYER_TABLE, sampled=False),
@@ -136,9 +141,8 @@ def _describe_layer(
         output_scale=1.0 if output_scale is None else output_scale.item(),
     )
     if spec.states is not None and spec.is_state_layer(index):
-        layer.output = describe(output_projection(spec.states, index))
         layer.state = pointer(describe_state_layer(operands, spec.states, index, sampled))
-    else:
+    if spec.has_attention(index):
         group = spec.group_of(index)
         layer.group = groups.index((group, group.query_scale(index)))
         layer.cell_layer = spec.layers_with_cells(group).index(spec.kv_source(index))

@@ -13,16 +13,21 @@ from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import ModelOperands, address
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, GATED_NORM
+from kvkeep.models.layers.mamba import part_factors
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.spec.state_layers import (
+    MambaNorm,
     StateKind,
     StateLayers,
     conv_state_name,
     recurrent_state_name,
 )
+from kvkeep.models.weights.packing import BLOCK_ROWS
 
 # The kinds of state layers, in the order of `StateKind` in src/states.h.
 _KINDS: tuple[StateKind, ...] = ("convolution", "delta_net", "mamba2")
+# The same of `MambaNorm`.
+_MAMBA_NORMS: tuple[MambaNorm, ...] = ("after_gate", "before_gate", "none")
 # The names of a layer's matrices and tensors by kind, and their fields in CStateLayer.
 _MATRICES: Mapping[StateKind, Mapping[str, str]] = {
     "convolution": {"input": "conv.in_proj"},
@@ -52,8 +57,6 @@ def unsupported_states(layers: StateLayers) -> str:
     """Say why the kernels do not run state layers, as a predicate of "the kernels", or ""."""
     if layers.kind not in _KINDS:
         return f"compute no state layers of the kind {layers.kind}"
-    if layers.norm != "after_gate":
-        return "compute Mamba-2 with a norm after the gate only"
     widths = {"channels": layers.channels, "key_dim": layers.key_dim, "value_dim": layers.value_dim}
     found = ", ".join(f"{name} {width}" for name, width in widths.items() if width % _LANES)
     if found:
@@ -80,19 +83,24 @@ def state_shape(spec: ModelSpec, layers: StateLayers) -> c.CStateShape:
         key_dim=layers.key_dim,
         value_dim=layers.value_dim,
         tiled_output=layers.tiled_output,
+        mamba_norm=_MAMBA_NORMS.index(layers.norm),
         norm_eps=spec.norm_eps,
+        output_multiplier=layers.output_multiplier,
     )
 
 
-def output_projection(layers: StateLayers, index: int) -> str:
-    """Return the name of a state layer's output projection."""
-    return f"model.layers.{index}.{_OUTPUTS[layers.kind]}"
+def input_factors(layers: StateLayers) -> list[float]:
+    """Return factors on Mamba-2's input projection, up to a whole block of rows; empty for none."""
+    multiplier, factors = layers.input_multiplier, part_factors(layers)
+    if multiplier == 1 and not layers.part_multipliers:
+        return []
+    return [multiplier * factor for factor in factors] + [1.0] * (-len(factors) % BLOCK_ROWS)
 
 
 def describe_state_layer(
     operands: ModelOperands, layers: StateLayers, index: int, sampled: bool
 ) -> c.CStateLayer:
-    """Describe the weights of a state layer, but for its output projection.
+    """Describe the weights of a state layer.
 
     Raises KernelMismatch for weights that the spec does not describe.
     """
@@ -112,6 +120,7 @@ def describe_state_layer(
             field: operands.describe_matrix(f"{prefix}{name}.weight", sampled)
             for field, name in _MATRICES[kind].items()
         },
+        output=operands.describe_matrix(f"{prefix}{_OUTPUTS[kind]}", sampled),
         taps=operands.copy_address(taps, torch.bfloat16),
         conv_bias=operands.address_of(f"{convolution}.bias"),
         step_bias=floats(f"{module}dt_bias"),

@@ -16,7 +16,7 @@ from kvkeep.model_facts import model_facts
 from kvkeep.models.layers.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
-KINDS = ["lfm2", "qwen3.5", "granite4-h"]
+KINDS = ["lfm2", "qwen3.5", "granite4-h", "falcon-h1-norms"]
 
 
 @pytest.fixture(params=KINDS)

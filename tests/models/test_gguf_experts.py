@@ -29,7 +29,6 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 from kvkeep import load_model
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
@@ -302,7 +301,7 @@ def test_experts_keep_their_quantised_bytes(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
-    assert isinstance(model.decoder.executor, ProductExecutor)
+    assert isinstance(model.decoder.executor, CompiledExecutor)
     values = {}
     for name, tensor in reference.state_dict().items():
         turned = kind == "gpt-oss" and tensor.dim() == 3  # whose stacks have columns first

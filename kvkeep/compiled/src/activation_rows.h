@@ -62,9 +62,10 @@ inline Floats activate_gate(GateActivation activation, Floats gate, Floats up) {
 }
 
 // Compute 16 columns of an MLP's activations, those of `block`, for `count` rows of input from
-// `first` on. The caller must call `prepare_row` for the rows of `out`.
+// `first` on. multiplier: of gate values. The caller must call `prepare_row` for the rows of `out`.
 inline void activate_rows(GateActivation activation, const Mlp& mlp, int block,
-                          const ActivationRows& input, int first, int count, ActivationRows& out) {
+                          const ActivationRows& input, int first, int count, ActivationRows& out,
+                          float multiplier = 1.f) {
   Floats gates[kMaxRows], ups[kMaxRows];
   for (const int end = first + count; first < end; first += kMaxRows) {
     const int batch = std::min(kMaxRows, end - first);
@@ -72,7 +73,7 @@ inline void activate_rows(GateActivation activation, const Mlp& mlp, int block,
     multiply(mlp.up, block, input, first, batch, ups);
     for (int i = 0; i < batch; ++i)
       store_rounded(out.row(first + i) + block * kBlock,
-                    activate_gate(activation, gates[i], ups[i]));
+                    activate_gate(activation, gates[i] * splat(multiplier), ups[i]));
   }
 }
 

@@ -93,16 +93,11 @@ class DecodeForward {
     }
     for (int l = 0; l < model_.layer_count; ++l) {
       const Layer& layer = model_.layers[l];
-      const ActivationRows mixed = with_columns(*mixed_, layer.output.columns);
       team_.run_shared_then_wait(me, count, 1,
                                  [&](int i) { normalise_residual(i, layer.attention_norm); });
       clock.ends(Phase::kNorms);
-      if (layer.state)
-        mix_by_state(me, *layer.state, mixed, clock);
-      else
-        attend(me, layer, mixed, clock);
-      add_product(me, layer.output, mixed, layer.attention_output_norm);
-      clock.ends(Phase::kOutput);
+      if (layer.state) mix_by_state(me, layer, *layer.state, clock);
+      if (layer.output.rows) attend(me, layer, clock);
       if (!model_.parallel)
         team_.run_shared_then_wait(me, count, 1,
                                    [&](int i) { normalise_residual(i, layer.mlp_norm); });
@@ -122,9 +117,10 @@ class DecodeForward {
     clock.ends(Phase::kNorms);
   }
 
-  // Store new cells and attend: [sequences, heads * head_dim].
-  void attend(int me, const Layer& layer, const ActivationRows& mixed, PhaseClock& clock) {
+  // Store new cells, attend, and add the output of attention.
+  void attend(int me, const Layer& layer, PhaseClock& clock) {
     const int count = step_.sequence_count;
+    const ActivationRows mixed = with_columns(*mixed_, layer.output.columns);
     AttentionGroup& in = *groups_[layer.group];
     project(me, layer, in);
     clock.ends(Phase::kProjections);
@@ -139,18 +135,24 @@ class DecodeForward {
       mixed.prepare_row(i);
     });
     clock.ends(Phase::kAttention);
+    add_product(me, layer.output, mixed, layer.attention_output_norm,
+                model_.attention_output_multiplier);
+    clock.ends(Phase::kOutput);
   }
 
-  // Replace the states of a layer and read them, in the place of attention.
-  void mix_by_state(int me, const StateLayer& layer, const ActivationRows& mixed,
-                    PhaseClock& clock) {
+  // Replace the states of a layer, read them, and add the output.
+  void mix_by_state(int me, const Layer& layer, const StateLayer& state, PhaseClock& clock) {
     const int count = step_.sequence_count;
-    states_->project(me, team_, layer, normed_);
+    const ActivationRows mixed = with_columns(*mixed_, state.output.columns);
+    states_->project(me, team_, state, normed_);
     clock.ends(Phase::kProjections);
-    const LayerStates* states = step_.states + std::size_t(layer.index) * count;
-    states_->mix(me, team_, layer, states, mixed.x, mixed.columns);
+    const LayerStates* states = step_.states + std::size_t(state.index) * count;
+    states_->mix(me, team_, state, states, mixed.x, mixed.columns);
     team_.run_shared_then_wait(me, count, 1, [&](int i) { mixed.prepare_row(i); });
     clock.ends(Phase::kAttention);
+    add_product(me, state.output, mixed, layer.attention_output_norm,
+                model_.states->output_multiplier);
+    clock.ends(Phase::kOutput);
   }
 
   float* residual(int i) { return residual_.get() + std::size_t(i) * model_.hidden_size; }
@@ -193,6 +195,7 @@ class DecodeForward {
   void project(int me, const Layer& layer, const AttentionGroup& in) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
     const bool keys_are_values = layer.key.rows && !layer.value.rows;  // keys are also the values
+    const Floats factor = splat(model_.attention_input_multiplier);
     team_.run_shared_then_wait(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
@@ -204,6 +207,7 @@ class DecodeForward {
                                 : in.queries_width + in.keys_width;
       multiply_all(matrix, block, normed_, [&](int i, int row, Floats products) {
         float* to = projected_.row(i) + from + row;
+        products = products * factor;
         store(to, products);
         if (keys_are_values && is_key) store(to + in.keys_width, products);
       });
@@ -243,11 +247,13 @@ class DecodeForward {
     });
   }
 
-  // Add a product to the residual stream. weight: of the norm of the product, or null.
-  void add_product(int me, const Matrix& matrix, const ActivationRows& input, const Bf16* weight) {
+  // Add a product, times a factor, to the residual stream. weight: of the norm of the product, or
+  // null.
+  void add_product(int me, const Matrix& matrix, const ActivationRows& input, const Bf16* weight,
+                   float factor = 1.f) {
     team_.run_shared_then_wait(me, matrix.blocks(), 6, [&](int block) {
       multiply_all(matrix, block, input, [&](int i, int row, Floats products) {
-        add_or_store(i, row, products, weight);
+        add_or_store(i, row, products * splat(factor), weight);
       });
     });
     if (weight) add_residual_update(me, weight);
@@ -259,7 +265,7 @@ class DecodeForward {
       return add_mlp_and_experts(me, layer, *layer.experts->parallel);
     if (layer.experts) return add_experts(me, layer);
     const ActivationRows activated = activate(me, layer.mlp);
-    add_product(me, layer.mlp.down, activated, layer.mlp_output_norm);
+    add_product(me, layer.mlp.down, activated, layer.mlp_output_norm, model_.mlp_output_multiplier);
   }
 
   void add_experts(int me, const Layer& layer) {
@@ -348,7 +354,7 @@ class DecodeForward {
     ActivationRows activated = with_columns(activated_, mlp.down.columns);
     team_.run_shared_then_wait(me, mlp.gate.blocks(), 8, [&](int block) {
       activate_rows(static_cast<GateActivation>(model_.activation), mlp, block, normed_, 0,
-                    step_.sequence_count, activated);
+                    step_.sequence_count, activated, model_.gate_multiplier);
     });
     team_.run_shared_then_wait(me, step_.sequence_count, 1,
                                [&](int i) { activated.prepare_row(i); });

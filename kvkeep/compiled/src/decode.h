@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 11;
+constexpr int kRevision = 12;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed
@@ -54,7 +54,7 @@ struct PerLayerInput {
 // key has no rows where the layer attends to the cells of another layer and stores none. value has
 // no rows there either, nor where values are keys before these are normed and rotated. With gates
 // on attention, query has the rows of all heads' queries and then those of all heads' gates.
-// A layer with a state has none of the three, and no cells.
+// A layer without attention has none of the three, no output and no cells.
 // Norms are [hidden], or null: of the inputs of attention and MLP, and of their outputs. query_norm
 // and key_norm: [head_dim], or of all heads together (Model::qk_norm_whole); or null.
 struct Layer {
@@ -68,7 +68,7 @@ struct Layer {
   const Bf16* mlp_output_norm;
   const MixtureOfExperts* experts;       // instead of the MLP, or in parallel with it; or null
   const PerLayerInput* per_layer_input;  // or null
-  const StateLayer* state;               // in the place of attention; or null
+  const StateLayer* state;               // in the place of attention or beside it; or null
   const float* sinks;                    // [heads], attention sink logits; or null
   std::int32_t group;                    // index of its LayerGroup
   std::int32_t cell_layer;               // index of its cells among those of the group's layers
@@ -101,10 +101,13 @@ struct Model {
   std::int32_t activation;     // a GateActivation, of MLPs and experts
   // Of mixtures of experts; 0 where there are none.
   std::int32_t expert_count, experts_per_token, expert_size, shared_expert_size;
-  std::int32_t norm_topk;              // not 0: the weights of a token's experts add up to 1
-  std::int32_t sigmoid_router;         // not 0: weights are sigmoids of scores, not a softmax
-  float routed_scale;                  // of these weights; with sigmoid_router only
-  std::int32_t gated_attention;        // not 0: sigmoids of gates multiply what is attended
+  std::int32_t norm_topk;        // not 0: the weights of a token's experts add up to 1
+  std::int32_t sigmoid_router;   // not 0: weights are sigmoids of scores, not a softmax
+  float routed_scale;            // of these weights; with sigmoid_router only
+  std::int32_t gated_attention;  // not 0: sigmoids of gates multiply what is attended
+  // Of what attention reads and gives, of the gate values of MLPs, and of what MLPs give.
+  float attention_input_multiplier, attention_output_multiplier;
+  float gate_multiplier, mlp_output_multiplier;
   const Bf16* norm;                    // [hidden], of the final hidden state
   const PerLayerEmbedding* per_layer;  // or null
   const StateShape* states;            // of state layers; or null

@@ -21,33 +21,34 @@
   X(PerLayerEmbedding, F(table) F(projection) F(norm) F(size) F(table_multiplier))                \
   X(PerLayerInput, F(gate) F(projection) F(norm))                                                 \
   X(StateShape, F(kind) F(channels) F(conv_width) F(key_heads) F(value_heads) F(key_dim)          \
-    F(value_dim) F(tiled_output) F(norm_eps))                                                     \
-  X(StateLayer, F(input) F(gate) F(rate) F(decay) F(taps) F(conv_bias) F(step_bias)               \
+    F(value_dim) F(tiled_output) F(mamba_norm) F(norm_eps) F(output_multiplier) F(input_factors)) \
+  X(StateLayer, F(input) F(gate) F(rate) F(decay) F(output) F(taps) F(conv_bias) F(step_bias)     \
     F(decay_rates) F(skip) F(norm) F(index) F(reserved))                                          \
   X(LayerStates, F(inputs) F(matrices) F(new_inputs) F(new_matrices))                             \
   X(StateChunk, F(shape) F(layer) F(states) F(input) F(gate) F(rate) F(decay) F(out) F(tokens)    \
     F(threads))                                                                                   \
-  X(Layer, F(query) F(key) F(value) F(output) F(mlp) F(attention_norm) F(mlp_norm)                \
-    F(query_norm) F(key_norm) F(attention_output_norm) F(mlp_output_norm) F(experts)              \
-    F(per_layer_input) F(state) F(sinks) F(group) F(cell_layer) F(rotated) F(output_scale))       \
-  X(LayerGroup, F(layer_count) F(kv_heads) F(head_dim) F(reserved) F(softmax_scale)               \
-    F(softcap) F(query_scale) F(inverse_frequencies))                                             \
-  X(Model, F(layer_count) F(group_count) F(hidden_size) F(mlp_size) F(heads)                      \
-    F(values_normed) F(norm_eps) F(norm_offset) F(embedding_multiplier)                           \
-    F(residual_multiplier) F(qk_norm_whole) F(centred_norms) F(parallel) F(activation)            \
-    F(expert_count) F(experts_per_token) F(expert_size) F(shared_expert_size) F(norm_topk)        \
-    F(sigmoid_router) F(routed_scale) F(gated_attention) F(norm) F(per_layer) F(states) F(layers) \
+  X(Layer, F(query) F(key) F(value) F(output) F(mlp) F(attention_norm) F(mlp_norm) F(query_norm)  \
+    F(key_norm) F(attention_output_norm) F(mlp_output_norm) F(experts) F(per_layer_input)         \
+    F(state) F(sinks) F(group) F(cell_layer) F(rotated) F(output_scale))                          \
+  X(LayerGroup, F(layer_count) F(kv_heads) F(head_dim) F(reserved) F(softmax_scale) F(softcap)    \
+    F(query_scale) F(inverse_frequencies))                                                        \
+  X(Model, F(layer_count) F(group_count) F(hidden_size) F(mlp_size) F(heads) F(values_normed)     \
+    F(norm_eps) F(norm_offset) F(embedding_multiplier) F(residual_multiplier) F(qk_norm_whole)    \
+    F(centred_norms) F(parallel) F(activation) F(expert_count) F(experts_per_token)               \
+    F(expert_size) F(shared_expert_size) F(norm_topk) F(sigmoid_router) F(routed_scale)           \
+    F(gated_attention) F(attention_input_multiplier) F(attention_output_multiplier)               \
+    F(gate_multiplier) F(mlp_output_multiplier) F(norm) F(per_layer) F(states) F(layers)          \
     F(groups) F(embedding) F(head))                                                               \
   X(Strides, F(layer) F(head) F(cell))                                                            \
   X(StoredCells, F(data) F(scale) F(strides) F(scale_strides) F(bits) F(reserved))                \
   X(Sequence, F(token) F(view_count) F(position) F(key) F(value) F(queries))                      \
-  X(SharedView, F(keys) F(values) F(first) F(cells) F(view_count) F(origin) F(bias)               \
-    F(cell_bias) F(cell_bias_layer) F(cell_bias_head) F(ragged))                                  \
+  X(SharedView, F(keys) F(values) F(first) F(cells) F(view_count) F(origin) F(bias) F(cell_bias)  \
+    F(cell_bias_layer) F(cell_bias_head) F(ragged))                                               \
   X(SequenceView, F(position) F(shared_view) F(row))                                              \
   X(GroupViews, F(shared_view_count) F(view_count) F(sequences) F(shared_views) F(views))         \
   X(DecodeStep, F(sequence_count) F(threads) F(groups) F(states) F(hidden) F(seconds))            \
-  X(ChunkView, F(keys) F(values) F(cells) F(rotation) F(causal) F(bias_row) F(bias)               \
-    F(cell_bias) F(cell_bias_head) F(ragged))                                                     \
+  X(ChunkView, F(keys) F(values) F(cells) F(rotation) F(causal) F(bias_row) F(bias) F(cell_bias)  \
+    F(cell_bias_head) F(ragged))                                                                  \
   X(Chunk, F(tokens) F(heads) F(kv_heads) F(head_dim) F(rotations) F(view_count) F(threads)       \
     F(softmax_scale) F(softcap) F(reserved) F(sinks) F(q) F(k) F(v) F(angles) F(new_keys)         \
     F(new_values) F(new_key_head) F(new_value_head) F(views) F(out) F(log_sums))                  \

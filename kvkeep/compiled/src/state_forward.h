@@ -35,11 +35,13 @@ class StateForward {
     const int first[] = {0, offsets_.gate, offsets_.rate, offsets_.decay};
     int blocks = 0;
     for (const Matrix* matrix : matrices) blocks += matrix->blocks();
+    const float* factors = shape_.input_factors;
     team.run_shared_then_wait(me, blocks, 4, [&](int block) {
       int part = 0;
       while (block >= matrices[part]->blocks()) block -= matrices[part++]->blocks();
       multiply_rows(*matrices[part], block, input, 0, rows_, [&](int i, int row, Floats products) {
-        store(projected(i) + first[part] + row, products);
+        const bool scaled = factors && part == 0;
+        store(projected(i) + first[part] + row, scaled ? products * load(factors + row) : products);
       });
     });
   }
@@ -257,7 +259,7 @@ class StateForward {
 
   NormParams norm_params() const { return {shape_.norm_eps, 0.f, false}; }
 
-  // Scan the tokens of sequence i with one head, and gate its outputs.
+  // Scan the tokens of sequence i with one head, and gate its outputs if they are not normed first.
   void scan(int me, const StateLayer& layer, const LayerStates& states, int i, int head) {
     HeadTokens tokens = tokens_of(i, head, 0);
     tokens.keys =
@@ -266,6 +268,7 @@ class StateForward {
     for_columns(me, states, head, [&](auto width, int column, const StateColumns& columns) {
       kvkeep::scan<width.value>(tokens, layer.skip[head], column, columns);
     });
+    if (shape_.mamba_norm == kNormBeforeGate) return;
     for (int t = 0; t < tokens_; ++t) {
       const float* gates = projected(i * tokens_ + t) + head * shape_.value_dim;
       for (int c = 0; c < shape_.value_dim; c += kLanes)
@@ -273,14 +276,22 @@ class StateForward {
     }
   }
 
-  // Norm the outputs of a group of heads.
+  // Norm the outputs of a group of heads, and gate them if they are not gated yet.
   template <typename To>
   void normalise_group(const StateLayer& layer, int row, int group, To* out,
                        std::ptrdiff_t stride) {
     const int width = shape_.value_width() / shape_.key_heads, first = group * width;
-    normalise_by(
-        [&](int c) { return load(layer.norm + first + c); }, mixed(row) + first, norm_params(),
-        width, [&](int c, Floats value) { store_rounded(out + row * stride + first + c, value); });
+    const float *x = mixed(row) + first, *gates = projected(row) + first;
+    To* to = out + row * stride + first;
+    if (shape_.mamba_norm == kNoNorm) {
+      for (int c = 0; c < width; c += kLanes) store_rounded(to + c, load(x + c));
+      return;
+    }
+    const bool gated = shape_.mamba_norm == kNormAfterGate;
+    normalise_by([&](int c) { return load(layer.norm + first + c); }, x, norm_params(), width,
+                 [&](int c, Floats value) {
+                   store_rounded(to + c, gated ? value : sigmoid_times(load(gates + c), value));
+                 });
   }
 
   const StateShape& shape_;

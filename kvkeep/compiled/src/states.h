@@ -1,6 +1,6 @@
-// Layers that keep a state in the place of attention. The structures are part of the interface to
-// Python (layout.cpp). kvkeep/models/layers/states.py, delta_net.py and mamba.py define the same
-// layers in torch.
+// Layers that keep a state, in the place of attention or beside it. The structures are part of the
+// interface to Python (layout.cpp). kvkeep/models/layers/states.py, delta_net.py and mamba.py
+// define the same layers in torch.
 #pragma once
 
 #include "matrix.h"
@@ -13,6 +13,9 @@ enum StateKind : std::int32_t {
   kMamba2,            // arXiv:2405.21060
 };
 
+// How the outputs of Mamba-2's heads are normed.
+enum MambaNorm : std::int32_t { kNormAfterGate, kNormBeforeGate, kNoNorm };
+
 // The sizes that all state layers of a model have. Widths of heads are multiples of 16.
 struct StateShape {
   std::int32_t kind;        // a StateKind
@@ -21,7 +24,11 @@ struct StateShape {
   // Of Mamba-2: groups of heads, heads, the width of B and C, and that of a head.
   std::int32_t key_heads, value_heads, key_dim, value_dim;
   std::int32_t tiled_output;  // not 0: the first value head of each key head comes first
+  std::int32_t mamba_norm;    // a MambaNorm
   float norm_eps;             // of the outputs
+  float output_multiplier;    // of what the output projection gives
+  const float*
+      input_factors;  // [rows of StateLayer::input, a multiple of 16], of projections; or null
 
   int key_width() const { return key_heads * key_dim; }
   int value_width() const { return value_heads * value_dim; }
@@ -31,7 +38,7 @@ struct StateShape {
   int output_width() const { return kind == kShortConvolution ? channels : value_width(); }
 };
 
-// The weights of one state layer, but for its output projection.
+// The weights of one state layer.
 //
 // The rows of `input` are, of a short convolution, the gate of its input, that of its output, and
 // its input, [3 * channels, hidden]; of DeltaNet queries, keys and values, [channels, hidden]; of
@@ -39,6 +46,7 @@ struct StateShape {
 struct StateLayer {
   Matrix input;
   Matrix gate, rate, decay;  // of DeltaNet: [value width, hidden], and twice [heads, hidden]
+  Matrix output;             // [hidden, output width]
   const Bf16* taps;          // [conv_width, channels], those of the oldest token first
   const Bf16* conv_bias;     // [channels], or null
   const float* step_bias;    // [heads]

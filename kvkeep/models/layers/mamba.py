@@ -41,11 +41,9 @@ class Mamba2:
         self._step_bias = weights.tensor("mamba.dt_bias", heads).float()
         self._decay_log = weights.tensor("mamba.A_log", heads).float()
         self._skip = weights.tensor("mamba.D", heads).float().unsqueeze(-1)
-        part_widths = [self._value_width] * 2 + [self._key_width] * 2 + [heads]
         self._part_multipliers: Tensor | None = None
         if layers.part_multipliers:
-            parts = zip(layers.part_multipliers, part_widths, strict=True)
-            factors = [factor for factor, width in parts for _ in range(width)]
+            factors = part_factors(layers)
             self._part_multipliers = weights.tensors[FINAL_NORM].new_tensor(factors)
         self._norm: Tensor | None = None
         if layers.norm != "none":
@@ -97,6 +95,21 @@ class Mamba2:
         )
         out = F.rms_norm(groups, groups.shape[-1:], None, self._norm_eps).flatten(1) * self._norm
         return out if gates_first else out * gate
+
+
+def part_factors(layers: StateLayers) -> list[float]:
+    """Return the factor on each row of the input projection: gates, values, B, C and steps."""
+    value_width, key_width = (
+        heads * width
+        for heads, width in (
+            (layers.value_heads, layers.value_dim),
+            (layers.key_heads, layers.key_dim),
+        )
+    )
+    widths = (value_width, value_width, key_width, key_width, layers.value_heads)
+    multipliers = layers.part_multipliers or (1.0,) * len(widths)
+    parts = zip(multipliers, widths, strict=True)
+    return [factor for factor, width in parts for _ in range(width)]
 
 
 def _scan(
