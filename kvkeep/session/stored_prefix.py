@@ -13,8 +13,7 @@ from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.session.memory import Memory
 from kvkeep.storage.prefixes.block import CheckpointNeed, PrefixCache
-from kvkeep.storage.prefixes.checkpoint import kept_checkpoint_ends
-from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS, kept_checkpoint_ends
 
 
 @dataclass

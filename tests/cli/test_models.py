@@ -79,6 +79,7 @@ def test_show_has_the_bytes_of_states_and_checkpoints(invoke, hybrid_folder: Pat
     assert session.memory_use.states == facts["state_bytes"] == facts["checkpoint_bytes"] > 0
     assert "--checkpoints bounds those of a session" in shown
     assert "MB of states" in shown
+    assert " MB a checkpoint" in invoke("doctor", *asked).stdout
 
 
 def test_unsupported_packed_weights_are_refused(invoke, tiny_folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 `golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
 `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`, and
-`golden-windows.kvkeep` and `golden-states.kvkeep`, by format 7, likewise with `checkpoints()`.
+`golden-windows.kvkeep` and `golden-states.kvkeep`, by format 7, likewise with `checkpoints()`,
+and `golden-prefix-checkpoint.kvcheckpoint` with `prefix_checkpoint(folder)`.
 Do not write them again: they prove that later versions still read old files.
 """
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from small_models import local_spec, small_model, small_spec, state_specs
 
-from kvkeep import Sampling
+from kvkeep import PrefixStore, Sampling
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
@@ -21,6 +22,7 @@ from kvkeep.session.session import Session
 
 PATH = Path(__file__).parent.parent / "data" / "golden-v1.kvkeep"
 TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the reader new.")
+PREFIX_PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 CHECKPOINT_SPECS = {"windows": local_spec(), "states": state_specs()["delta_net"]}
 
 
@@ -74,6 +76,14 @@ def checkpoints() -> None:
         session.branch_at(40)
         print(session.snapshot().save(PATH.with_name(f"golden-{name}.kvkeep"), "zstd"), "bytes")
         print(session.checkpoints, "next:", next_after_rewinds(session))
+
+
+def prefix_checkpoint(folder: Path) -> None:
+    """Write the checkpoint after the first block of a prompt. folder: of a store, empty."""
+    model, store = golden_model(CHECKPOINT_SPECS["states"]), PrefixStore(folder)
+    model.session(512, policy="full", prefill_step=128, store=store).feed(PREFIX_PROMPT)
+    (path,) = folder.glob("*.kvcheckpoint")
+    PATH.with_name("golden-prefix-checkpoint.kvcheckpoint").write_bytes(path.read_bytes())
 
 
 def next_after_rewinds(session: Session) -> list[int]:

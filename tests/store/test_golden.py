@@ -3,9 +3,18 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from store.golden import CHECKPOINT_SPECS, PATH, TEXT, golden_model, next_after_rewinds
+import torch
+from store.golden import (
+    CHECKPOINT_SPECS,
+    PATH,
+    PREFIX_PROMPT,
+    TEXT,
+    golden_model,
+    next_after_rewinds,
+)
 
 from kvkeep import PrefixStore, Sampling, load_calibration
 from kvkeep.cache import RaggedCells
@@ -16,7 +25,6 @@ from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import read_container
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
-PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 NEXT = [35, 8, 146, 15, 23, 77, 160, 166, 58, 194, 133, 60, 133, 77, 54, 74]
 
 
@@ -117,10 +125,24 @@ def test_a_calibration_of_an_earlier_release_loads() -> None:
 def test_a_prefix_block_of_an_earlier_release_is_a_miss_and_is_replaced(tmp_path: Path) -> None:
     store, model = PrefixStore(tmp_path), golden_model()
     root = model.fingerprint.digest()[:32]
-    (block, *_) = blocks_of(PROMPT, root, block_key)
+    (block, *_) = blocks_of(PREFIX_PROMPT, root, block_key)
     shutil.copy(
         PATH.with_name("golden-prefix-block.kvblock"), tmp_path / f"{root}-{block.key}.kvblock"
     )
     session = model.session(512, store=store)
-    assert session.feed(PROMPT).reused == 0
-    assert model.session(512, store=store).feed(PROMPT).reused == BLOCK_TOKENS
+    assert session.feed(PREFIX_PROMPT).reused == 0
+    assert model.session(512, store=store).feed(PREFIX_PROMPT).reused == BLOCK_TOKENS
+
+
+def test_a_prefix_checkpoint_of_an_earlier_release_is_used(tmp_path: Path) -> None:
+    model, golden = (
+        golden_model(CHECKPOINT_SPECS["states"]),
+        "golden-prefix-checkpoint.kvcheckpoint",
+    )
+    settings: dict[str, Any] = {"max_kv_size": 512, "policy": "full", "prefill_step": 128}
+    sessions = [model.session(**settings, store=PrefixStore(tmp_path)) for _ in range(2)]
+    sessions[0].feed(PREFIX_PROMPT)
+    (path,) = tmp_path.glob("*.kvcheckpoint")
+    shutil.copy(PATH.with_name(golden), path)
+    assert sessions[1].feed(PREFIX_PROMPT).reused == BLOCK_TOKENS
+    torch.testing.assert_close(sessions[1].logits, sessions[0].logits, rtol=1e-4, atol=1e-3)

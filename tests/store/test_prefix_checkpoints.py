@@ -1,5 +1,6 @@
 """Prefix stores of models with local layers or states: prompts continue from stored checkpoints."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 from edit_actions import LOCAL_MODEL, loud_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import local_spec, small_model, state_specs
 
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.checkpoint import (
-    CHECKPOINT_FORMAT,
-    CHECKPOINT_KIND,
+from kvkeep.storage.prefixes.checkpoint import CHECKPOINT_FORMAT, CHECKPOINT_KIND
+from kvkeep.storage.prefixes.inventory import (
+    StoredBlock,
+    StoredFile,
     kept_checkpoint_ends,
+    prompts_of,
+    stored_prompts,
+    surplus_checkpoints,
 )
-from kvkeep.storage.prefixes.inventory import prompts_of, stored_prompts
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.container import read_container, write_container
 
@@ -254,6 +258,52 @@ def test_checkpoints_without_blocks_are_no_prompts(tmp_path: Path) -> None:
     (prompt,) = stored_prompts(tmp_path)
     assert (prompt.token_count, prompt.nbytes, prompt.checkpoint_ends) == (256, 20, [256])
     assert prompts_of([replace(prompt.blocks[0], checkpoint=None)])[0].checkpoint_ends == []
+
+
+def test_checkpoints_that_no_prompt_keeps_are_surplus() -> None:
+    """Prompts of 6 and of 4 blocks that branch after the first; each block has a checkpoint."""
+
+    def block(parent: str, key: str) -> StoredBlock:
+        return StoredBlock(
+            *(StoredFile(parent, key, x, f"{key}{x}", 1, 0.0) for x in (False, True))
+        )
+
+    chains = ("0", "1", "2", "3", "4", "5"), ("0", "a", "b", "c")
+    pairs = {pair for chain in chains for pair in itertools.pairwise(("root", *chain))}
+    prompts = prompts_of(block(*pair) for pair in sorted(pairs))
+    assert {file.key for file in surplus_checkpoints(prompts)} == {"1", "2"}
+
+
+@pytest.mark.extended
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(["wide", "delta_net"]),
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["feed", "feed", "lose", "damage", "swap"]),
+            st.integers(0, 1300),
+            st.integers(0, 3),
+        ),
+        min_size=3,
+        max_size=8,
+    ),
+)
+def test_whatever_is_lost_a_prompt_is_evaluated_to_the_same_bits(
+    tmp_path_factory: pytest.TempPathFactory, name: str, actions: list[tuple[str, int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    fed(MODELS[name], text(1000), folder)
+    for kind, place, seed in actions:
+        files = sorted(folder.glob("*.kv*"))
+        if kind == "feed":
+            reused(MODELS[name], text(place + 1) + text(1300 - place, seed + 11), folder)
+        elif files and kind == "lose":
+            files[place % len(files)].unlink()
+        elif files and kind == "damage":
+            path = files[place % len(files)]
+            path.write_bytes(path.read_bytes()[: -1 - seed])
+        elif files:
+            files[place % len(files)].write_bytes(files[seed % len(files)].read_bytes())
 
 
 @given(st.integers(0, 400), st.integers(0, 400))

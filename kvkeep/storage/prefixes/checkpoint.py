@@ -26,22 +26,6 @@ _STATE_PREFIX = "recurrent."  # of the names of states, as in snapshots
 CheckpointReader = Callable[[PrefixBlock], Checkpoint | None]
 
 
-def kept_checkpoint_ends(num_tokens: int, spacing: int) -> list[int]:
-    """Return after how many tokens of a prompt the store keeps a checkpoint.
-
-    They are multiples of `spacing`: the last one, and before it those whose distances from it
-    double. Of 15 times `spacing` tokens, those after 15, 14, 12 and 8 times. A longer prompt needs
-    no other ones among its first tokens, so a prompt that grows drops some, and adds few.
-    """
-    last, distance, ends = num_tokens // spacing, 1, set[int]()
-    if last:
-        ends.add(last)
-    while distance < last:
-        ends.add((last - distance) // distance * distance)
-        distance *= 2
-    return [spacing * end for end in sorted(ends - {0})]
-
-
 def newest_checkpoint(
     blocks: Sequence[PrefixBlock], need: CheckpointNeed, read: CheckpointReader
 ) -> Checkpoint | None:

@@ -7,6 +7,7 @@ checkpoint after a block has the block's name with the ending kvcheckpoint.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,6 +128,39 @@ def prompts_of(all_blocks: Iterable[StoredBlock]) -> list[StoredPrompt]:
     return prompts
 
 
+def kept_checkpoint_ends(num_tokens: int, spacing: int) -> list[int]:
+    """Return after how many tokens of a prompt the store keeps a checkpoint.
+
+    They are multiples of `spacing`: the last one, and before it those whose distances from it
+    double. Of 15 times `spacing` tokens, those after 15, 14, 12 and 8 times. A longer prompt needs
+    no other ones among its first tokens, so a prompt that grows drops some, and adds few.
+    """
+    last, distance, ends = num_tokens // spacing, 1, set[int]()
+    if last:
+        ends.add(last)
+    while distance < last:
+        ends.add((last - distance) // distance * distance)
+        distance *= 2
+    return [spacing * end for end in sorted(ends - {0})]
+
+
+def surplus_checkpoints(prompts: Sequence[StoredPrompt]) -> list[StoredFile]:
+    """Return the checkpoints that no prompt keeps, as each does those near its end or a branch."""
+    child_keys = defaultdict[str, set[str]](set)
+    for prompt in prompts:
+        for block in prompt.blocks:
+            child_keys[block.parent].add(block.key)
+    kept, checkpoints = set[StoredFile](), dict[StoredFile, None]()
+    for prompt in prompts:
+        ends = set(kept_checkpoint_ends(prompt.token_count, BLOCK_TOKENS))
+        for end, block in enumerate(prompt.blocks, start=1):
+            if block.checkpoint is not None:
+                checkpoints[block.checkpoint] = None
+                if end * BLOCK_TOKENS in ends or len(child_keys[block.key]) > 1:
+                    kept.add(block.checkpoint)
+    return [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
+
+
 def stored_prompts(folder: Path) -> list[StoredPrompt]:
     """Return the prompts in the folder of a prefix store. Raises OSError."""
     return prompts_of(blocks_of_files(folder_files(folder))) if folder.is_dir() else []
@@ -169,8 +203,9 @@ def stored_blocks(store: ObjectStore, owner: str | None = None) -> list[StoredBl
 def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     """Evict blocks of all owners down to a total size; return the bytes freed and remaining.
 
-    The prompt whose end was written first is evicted first, from its end, so that the rest of it
-    stays a usable prefix. Raises StoreError.
+    Checkpoints that `kept_checkpoint_ends` leaves out are evicted first. Then the prompt whose end
+    was written first is, from its end, so that the rest of it stays a usable prefix. Raises
+    StoreError.
     """
     files = list(stored_objects(store))
     prompts = prompts_of(blocks_of_files(files))
@@ -179,9 +214,11 @@ def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     # Checkpoints without cells, and blocks in a circle of forged names, which belong to no prompt,
     # are evicted first.
     eviction_order = [file for file in files if file.location not in reachable]
+    surplus = dict.fromkeys(surplus_checkpoints(prompts))
+    eviction_order += surplus
     for prompt in reversed(prompts):
         for block in reversed(prompt.unshared_blocks):
-            eviction_order += block.files
+            eviction_order += [file for file in block.files if file not in surplus]
     total_bytes, freed_bytes = sum(file.nbytes for file in files), 0
     for file in eviction_order:
         if total_bytes - freed_bytes <= max_bytes:
