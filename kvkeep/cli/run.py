@@ -54,6 +54,7 @@ class SessionRun:
         self.writer: SessionWriter | None = None  # None: the session is not saved
         self.prefill, self.decode = Throughput(), Throughput()
         self.reused_tokens = opened.restored_tokens  # from a file and the prefix cache
+        self.prefix_unusable_tokens = 0
         self.prefix_differs_at: int | None = None  # see `_summary`
         self.perplexity: float | None = None  # set by `kvkeep perplexity`
         self._command, self._seed = command, seed
@@ -68,6 +69,7 @@ class SessionRun:
             result = self.session.feed(ids, progress=report_progress)
         self.prefill.tokens -= result.reused
         self.reused_tokens += result.reused
+        self.prefix_unusable_tokens += result.stored - result.reused
         if result.differs_at is not None:
             self.prefix_differs_at = result.differs_at
         if result.store_error is not None:
@@ -173,8 +175,10 @@ class SessionRun:
 
         settings: the policy's own. prompt_tokens: evaluated in this run. reused_tokens: from a file
         or the prefix cache. prefix_differs_at: the first token that differs from the nearest cached
-        prompt, if more could have been reused. finish_reason: "length", "eos", "stop", "end" (of
-        the text or the chat), "interrupt" (Ctrl-C), "closed" (standard output) or "error".
+        prompt, if more could have been reused. prefix_unusable_tokens: in the cache, but after the
+        newest checkpoint that the model needs, and evaluated again. finish_reason: "length", "eos",
+        "stop", "end" (of the text or the chat), "interrupt" (Ctrl-C), "closed" (standard output) or
+        "error".
         """
         session, writer, perplexity = self.session, self.writer, self.perplexity
         return {
@@ -196,6 +200,7 @@ class SessionRun:
             "kv_bytes": session.cache.nbytes,
             "reused_tokens": self.reused_tokens,
             "prefix_differs_at": self.prefix_differs_at,
+            "prefix_unusable_tokens": self.prefix_unusable_tokens,
             "saved_bytes": None if writer is None or writer.is_unsaved else writer.saved_bytes,
             "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
             "finish_reason": finish_reason,
@@ -208,10 +213,14 @@ def _text_of(pieces: Sequence[str | int]) -> str:
 
 def _closing_line(summary: Mapping[str, Any]) -> str:
     parts = [f"prompt {summary['prompt_tokens']}{_rate_text(summary['prefill_tokens_per_s'])}"]
-    if summary["reused_tokens"] or summary["prefix_differs_at"] is not None:
+    prefix_counts = ("reused_tokens", "prefix_unusable_tokens")
+    if any(map(summary.get, prefix_counts)) or summary["prefix_differs_at"] is not None:
         differs_at = summary["prefix_differs_at"]
         differs_text = f", first differs at token {differs_at}" if differs_at else ""
-        parts.append(f"reused {plural(summary['reused_tokens'], 'token')}{differs_text}")
+        unusable = summary["prefix_unusable_tokens"]
+        checkpoint_text = f", {unusable} more have no checkpoint" if unusable else ""
+        reused_text = plural(summary["reused_tokens"], "token")
+        parts.append(f"reused {reused_text}{checkpoint_text}{differs_text}")
     cells = f"cells {summary['kv_cells']} of {summary['max_kv_size']}"
     parts += [
         f"generated {summary['generated_tokens']}{_rate_text(summary['decode_tokens_per_s'])}",

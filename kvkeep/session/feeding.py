@@ -39,7 +39,8 @@ class FeedReport:
     those of the step in progress included. reused: tokens that a prefix store had. differs_at: the
     first token at which the nearest stored prompt differs; None without a store, or if nothing more
     could have been reused. compressions: what policy "archive" compressed meanwhile. store_error:
-    why the prefix store failed, if it did; the prompt was evaluated all the same.
+    why the prefix store failed, if it did; the prompt was evaluated all the same. stored: tokens
+    that the store had, more than `reused` if the later ones had no checkpoint that the model needs.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class FeedReport:
     differs_at: int | None = None
     compressions: tuple[Compression, ...] = ()
     store_error: str | None = None
+    stored: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -161,4 +163,4 @@ class Feeding(Iterator[FeedStep]):
         prefix, compressions = self._prefix, tuple(self._compressions)
         progress = (self.done, self._seconds, self._peak_cells)
         reuse = (prefix.num_reused, prefix.differs_at)
-        return FeedReport(*progress, *reuse, compressions, prefix.error)
+        return FeedReport(*progress, *reuse, compressions, prefix.error, prefix.num_found)

@@ -21,7 +21,8 @@ class StoredPrefix:
     """The part of a session's first prompt that a prefix cache holds.
 
     prefix_cache: None if nothing more is to be stored there, as after an error. num_reused: tokens
-    that came from it. num_stored: tokens that it has. differs_at, error: see `FeedReport`.
+    that came from it. num_found: tokens that it had. num_stored: those before the next to store.
+    differs_at, error: see `FeedReport`.
     checkpoint_ends: after which tokens of the prompt it keeps a checkpoint, for models with local
     layers or states.
     """
@@ -29,6 +30,7 @@ class StoredPrefix:
     prefix_cache: PrefixCache | None
     model: LoadedModel
     num_reused: int = 0
+    num_found: int = 0
     num_stored: int = 0
     differs_at: int | None = None
     error: str | None = None
@@ -58,7 +60,7 @@ class StoredPrefix:
             memory.cache.load_checkpoint(match.checkpoint)
             memory.take_checkpoint()
         self.num_reused = self.num_stored = match.token_count
-        self.differs_at = match.differs_at
+        self.num_found, self.differs_at = match.stored_tokens, match.differs_at
         if need is not None:
             self._plan_checkpoints(min(len(ids), policy.exact_tokens), prefill_step)
 

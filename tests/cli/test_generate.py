@@ -37,7 +37,13 @@ def test_the_report_has_the_closing_numbers(invoke, tiny, tiny_folder, tmp_path:
         *("kv_bits", "far_bits", "seed"),
         *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
         *("peak_rss_bytes", "kv_cells", "kv_bytes", "reused_tokens"),
-        *("prefix_differs_at", "saved_bytes", "perplexity", "finish_reason"),
+        *(
+            "prefix_differs_at",
+            "prefix_unusable_tokens",
+            "saved_bytes",
+            "perplexity",
+            "finish_reason",
+        ),
     ]
     assert report["command"] == "generate"
     assert report["model"] == str(tiny_folder)

@@ -83,6 +83,7 @@ def test_checkpoints_of_prompts_are_listed_explained_and_verified(
     assert "checkpoint that this model needs is missing" in invoke("why", "-p", text, *model).stdout
     found = json.loads(invoke("why", "-p", text, "--json", *model).stdout)
     assert (found["stored_tokens"], found["evaluated_from"]) == (ends[-1], 0)
+    assert f"reused 0 tokens, {ends[-1]} more have no checkpoint" in invoke(*asked).stderr
 
 
 def test_a_block_without_its_predecessors_is_not_a_prompt(tmp_path: Path) -> None:

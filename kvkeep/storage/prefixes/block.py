@@ -27,12 +27,14 @@ class PrefixMatch:
 
     differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
     None if all whole blocks of the prompt were found. checkpoint: after the last block, for models
-    that need one; blocks behind the newest usable one are left out.
+    that need one; blocks behind the newest usable one are left out. stored_tokens: of the prompt,
+    those included.
     """
 
     blocks: Sequence[BlockCells]
     differs_at: int | None
     checkpoint: Checkpoint | None = None
+    stored_tokens: int = 0
 
     @property
     def token_count(self) -> int:

@@ -110,6 +110,7 @@ class SharedPrefixCache:
             hits = self._read_until_miss(blocks, fingerprint)
             missing = blocks[len(hits) :]
             differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
+            stored_tokens = BLOCK_TOKENS * len(hits)
             if need is not None:
                 read = partial(self._read_checkpoint, need=need)
                 checkpoint = newest_checkpoint(blocks[: len(hits)], need, read)
@@ -117,7 +118,7 @@ class SharedPrefixCache:
         except StoreError:
             self._queue.mark_down()
             raise
-        return PrefixMatch(hits, differs_at, checkpoint)
+        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens)
 
     def _read_until_miss(
         self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint

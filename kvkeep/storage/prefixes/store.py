@@ -87,10 +87,11 @@ class PrefixStore:
         missing = blocks[len(hits) :]
         differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
         self._touch(blocks[: len(hits)])
+        stored_tokens = BLOCK_TOKENS * len(hits)
         if need is not None:
             checkpoint = self._newest_checkpoint(blocks[: len(hits)], need)
             del hits[checkpoint.num_tokens // BLOCK_TOKENS if checkpoint else 0 :]
-        return PrefixMatch(hits, differs_at, checkpoint)
+        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest stored one differs.
