@@ -85,9 +85,7 @@ def test_a_fork_at_an_earlier_token_equals_a_session_of_these_tokens(model: Mode
     require_close(fork, fed(at + 20, model))
 
 
-@pytest.mark.parametrize("kind", STATE_MODELS)
-def test_a_suffix_edit_evaluates_only_what_follows_a_checkpoint(kind: str) -> None:
-    model = STATE_MODELS[kind]
+def test_a_suffix_edit_evaluates_only_what_follows_a_checkpoint(model: Model) -> None:
     session = fed(1000, model)
     nearest = max(each for each in session.checkpoints if each < 600)
     report = session.replace(600, 610, [7, 8, 9], recompute="suffix")

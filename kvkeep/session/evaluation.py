@@ -193,12 +193,11 @@ def reevaluate_last(
 def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> int:
     """Compute anew what removed tokens had overwritten: cells of local layers, and states.
 
-    They are computed from all tokens that are held without a gap; states from the newest checkpoint
-    on. (Local layers not, because snapshots have no checkpoints: a restored session would go back
-    to other bits than the saved one.) In a memory that holds all its tokens, the result equals what
-    was there, to rounding. Returns how many tokens were evaluated again.
+    They are computed from the newest checkpoint on; without one, from all tokens that are held
+    without a gap. In a memory that holds all its tokens, the result equals what was there, to
+    rounding. Returns how many tokens were evaluated again.
 
-    max_local_windows: only so many windows of local layers.
+    max_local_windows: only so many windows of local layers, without a checkpoint.
     """
     if not memory.tokens or memory.holds_overwritten():
         return 0
@@ -206,7 +205,7 @@ def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> 
     local = memory.cache.local_cache
     if local is not None and local.window.size is not None and max_local_windows is not None:
         count = min(count, max_local_windows * local.window.size)
-    if local is None and (newest := memory.usable_checkpoint(len(memory.tokens))):
+    if max_local_windows is None and (newest := memory.usable_checkpoint(len(memory.tokens))):
         count, checkpoint = len(memory.tokens) - newest.num_tokens, newest
     scratch_cache = memory.cache.fork()
     scratch_cache.observer, scratch_cache.window = None, Window()

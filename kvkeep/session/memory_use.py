@@ -49,9 +49,6 @@ def evaluated_by_rewind(memory: Memory, count: int) -> int | None:
         return None
     if memory.holds_overwritten(count + 1):
         return 1
-    checkpoint = None
-    if memory.cache.local_cache is None:  # see `refill_overwritten`
-        checkpoint = memory.usable_checkpoint(remaining - 1)
-    if checkpoint is not None:
+    if (checkpoint := memory.usable_checkpoint(remaining - 1)) is not None:
         return remaining - checkpoint.num_tokens
     return memory.num_held - count

@@ -402,7 +402,7 @@ class Session(SessionEdits):
 
         A checkpoint is a copy of what later tokens overwrite: windows of local layers, and states.
         With it, `beginning` works for models with such layers; and `rewind`, `fork(at)` and edits
-        with recompute="suffix" evaluate the tokens since a checkpoint again for states, instead of
+        with recompute="suffix" evaluate the tokens since a checkpoint again for these, instead of
         all. See `kvkeep.cache.checkpoint` for which are kept.
         """
         return self.core.memory.checkpoints.max_bytes

@@ -7,7 +7,7 @@ import pytest
 from edit_actions import LOCAL_MODEL
 from engine.random_workload import World
 from engine.test_reuse import require_alike
-from engine.workload import Create, Request, Result, Work
+from engine.workload import Create, Fork, Request, Result, Work
 from packed_model import STATE_LAYERS, packed_model, spec_of, spec_with_states
 from small_models import small_model, state_specs
 
@@ -76,6 +76,19 @@ def test_without_bytes_for_checkpoints_nothing_is_reused(model: Model) -> None:
     works = [Request(text(1000), 5), Request(text(1000), 8)]
     reuse = require_alone(model, works, checkpoint_bytes=0).reuse
     assert (reuse.tokens, reuse.reason) == (0, "no_checkpoint")
+
+
+def test_a_session_that_was_on_disk_is_reused_as_before(model: Model, tmp_path: Path) -> None:
+    asked, again = Request(text(1000), 5, session="a"), Request(text(940) + text(30, 11), 8)
+    expected = last_result(model, [again])
+    with Engine(model, settings=SETTINGS, folder=tmp_path) as engine:
+        Create("a", ()).do(engine)
+        asked.do(engine)
+    with Engine(model, settings=SETTINGS, folder=tmp_path) as engine:
+        Fork("a", None, "b").do(engine)  # which loads it
+        (result,) = again.do(engine)
+    assert result.reuse.tokens == 928
+    assert result.same(expected)
 
 
 def test_a_turn_after_the_answer_goes_on_from_its_cells(model: Model) -> None:

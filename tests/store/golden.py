@@ -7,6 +7,7 @@ and `golden-prefix-checkpoint.kvcheckpoint` with `prefix_checkpoint(folder)`.
 Do not write them again: they prove that later versions still read old files.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,10 @@ from kvkeep.session.session import Session
 PATH = Path(__file__).parent.parent / "data" / "golden-v1.kvkeep"
 TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the reader new.")
 PREFIX_PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
-CHECKPOINT_SPECS = {"windows": local_spec(), "states": state_specs()["delta_net"]}
+CHECKPOINT_SPECS = {
+    "windows": replace(local_spec(), layers=2, local_layers=(0,)),
+    "states": state_specs()["delta_net"],
+}
 
 
 def golden_model(spec: ModelSpec | None = None) -> Model:
@@ -69,7 +73,7 @@ def ragged() -> None:
 def checkpoints() -> None:
     """Write snapshots with checkpoints: of local windows that have moved on, and of states."""
     for name, spec in CHECKPOINT_SPECS.items():
-        session = golden_model(spec).session(512, policy="full", kv_bits="8/4", prefill_step=40)
+        session = golden_model(spec).session(512, policy="full", prefill_step=40)
         for _ in range(3):
             session.feed(TEXT)
         session.checkpoint_bytes = 10**6
