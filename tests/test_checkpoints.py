@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_models import local_spec, small_model, state_specs
 from topics import topic_text
 
-from kvkeep.cache.checkpoint import Checkpoints, max_checkpoint_count
+from kvkeep.cache.checkpoint import Checkpoints, checkpoint_nbytes, max_checkpoint_count
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -173,6 +173,19 @@ def test_their_bytes_are_bounded_and_counted(model: Model) -> None:
     assert session.checkpoints == []
     session.feed(IDS[:500])
     assert session.checkpoints == []
+
+
+def test_windows_that_fill_share_one_storage() -> None:
+    model = loud_model(local_spec(window=900))
+    session = model.session(2048, policy="full", prefill_step=STEP)
+    for first in range(0, 1000, 100):
+        session.feed(IDS[first : first + 100])
+        entries = session.core.memory.checkpoints.entries
+        assert len({each.local_segments[0].block.storage for each in entries}) == 1
+        assert session.nbytes - session.cache.nbytes <= checkpoint_nbytes(entries)
+    assert len(session.checkpoints) >= 5
+    for count in session.checkpoints[:-1]:
+        require_same_future(session.beginning(count), fed(count, model))
 
 
 def test_after_an_eviction_they_are_not_used() -> None:

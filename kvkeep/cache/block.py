@@ -21,6 +21,7 @@ from kvkeep.cache.quantised import (
 from kvkeep.cache.rope import Rope
 
 NO_TOKEN = -1  # serial of compressed cells
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,18 @@ class Cells:
         compressed = () if self.bias is None else (self.bias, self.positions)
         return (*stored_tensors(self.stored_keys), *stored_tensors(self.stored_values), *compressed)
 
+    def same_bits(self, other: "Cells") -> bool:
+        """Whether others, of the same layout and as many, are the same to the bit."""
+        pairs = zip(
+            (self.positions, self.serials, *self.tensors()),
+            (other.positions, other.serials, *other.tensors()),
+            strict=True,
+        )
+        return all(
+            a.data_ptr() == b.data_ptr() or torch.equal(_as_integers(a), _as_integers(b))
+            for a, b in pairs
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, and of compressed cells' biases and positions."""
@@ -189,6 +202,11 @@ class Cells:
         bias = None if self.bias is None else self.bias.to(device)
         keys, values = self.stored_keys.to(device), self.stored_values.to(device)
         return replace(self, stored_keys=keys, stored_values=values, bias=bias)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of numbers as integers: as floats, 0 equals -0, and NaN nothing."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 class Storage:

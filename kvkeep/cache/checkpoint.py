@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvkeep.cache.block import Storage
 from kvkeep.cache.checks import require, require_bool, require_instance, require_int
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.rope import PositionMap
 from kvkeep.cache.segment import MIN_GROWTH, Segment
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.state import MAX_EXACT_INT, CacheState
 from kvkeep.cache.window import Window
 
@@ -67,7 +69,8 @@ class Checkpoints:
         """Return the list with a newer checkpoint, thinned."""
         older = [each for each in self.entries if each.num_tokens < checkpoint.num_tokens]
         checkpoint = replace(checkpoint, branches=checkpoint.num_tokens == self.branch)
-        return replace(self, entries=tuple(_thinned([*older, checkpoint], self.max_bytes)))
+        kept = _thinned([*older, checkpoint], self.max_bytes)
+        return replace(self, entries=tuple(_sharing_storage(kept)))
 
     def limited(self, max_bytes: int) -> "Checkpoints":
         """Return the list with another limit, thinned to it."""
@@ -138,6 +141,38 @@ def _check_checkpoint(
         seen = torch.cat([s.positions() - s.position_map.offset for s in segments])
         expected = torch.arange(-len(seen), 0, dtype=torch.int64, device="cpu") + checkpoint.time
         require(torch.equal(seen, expected), "a window of other tokens than the newest")
+
+
+def _sharing_storage(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Move windows that were filling into the newest one's storage, if it holds the same cells.
+
+    Storage that grows is copied: older checkpoints would each keep what it was before.
+    """
+    if not checkpoints or not (newest := checkpoints[-1]).local_segments:
+        return list(checkpoints)
+    target, result = newest.local_segments[-1], [newest]
+    moved = dict[Storage, bool]()  # whether cells of a storage are the target's
+    for checkpoint in reversed(checkpoints[:-1]):
+        *earlier, window = checkpoint.local_segments
+        if _may_begin(window, target):
+            storage = window.block.storage
+            if storage not in moved:  # the longest window in it comes first
+                cells = target.view(0, window.length)
+                moved[storage] = cells.same_bits(window.view(0, window.length))
+            if moved[storage]:
+                window = shallow_copy(window)
+                slots = slice(target.start, target.start + window.length)
+                window.block, window.start = target.block.part(slots), 0
+                checkpoint = replace(checkpoint, local_segments=(*earlier, window))
+        result.insert(0, checkpoint)
+    return result
+
+
+def _may_begin(window: Segment, target: Segment) -> bool:
+    """Whether a target in other storage may begin with the cells of a window, in their places."""
+    is_filling = not any(s.frozen or s.places_wrap or s.wrapped for s in (window, target))
+    fits = window.first_place == target.first_place and window.length <= target.length
+    return is_filling and fits and window.block.storage is not target.block.storage
 
 
 def checkpoint_nbytes(checkpoints: Iterable[Checkpoint]) -> int:

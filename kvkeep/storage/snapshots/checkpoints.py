@@ -15,7 +15,6 @@ from torch import Tensor
 from kvkeep.cache import Block, CacheState, Cells, Layout, Segment
 from kvkeep.cache.checkpoint import Checkpoint, Checkpoints
 from kvkeep.cache.checks import require, require_tensor
-from kvkeep.cache.quantised import stored_tensors
 from kvkeep.cache.state import check_cells
 from kvkeep.storage.snapshots.segments import (
     block_of_entry,
@@ -27,7 +26,6 @@ from kvkeep.storage.snapshots.segments import (
 )
 
 _Run = tuple[str, int, int]  # a name of tensors, the index of the first cell, and how many
-_BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checkpoints_entry(
@@ -142,7 +140,7 @@ class _WindowWriter:
         for first, run in self._known_runs(cells.serials.tolist()):
             name, source_first, count = run
             source = self._sources[name].part(slice(source_first, source_first + count))
-            if _same_bits(cells.part(slice(first, first + count)), source):
+            if cells.part(slice(first, first + count)).same_bits(source):
                 runs += [*self._added(cells, first_new, first), run]
                 first_new = first + count
         return [*runs, *self._added(cells, first_new, len(cells))]
@@ -203,25 +201,3 @@ class _WindowReader:
         if can_share:
             self._blocks[key] = block
         return segment_of_entry(entry, layout, block)
-
-
-def _same_bits(cells: Cells, others: Cells) -> bool:
-    """Whether equally many cells are the same to the bit, at the same positions."""
-    pairs = zip(
-        (cells.positions, *_key_value_tensors(cells)),
-        (others.positions, *_key_value_tensors(others)),
-        strict=True,
-    )
-    return all(
-        one.data_ptr() == other.data_ptr() or torch.equal(_bits(one), _bits(other))
-        for one, other in pairs
-    )
-
-
-def _key_value_tensors(cells: Cells) -> tuple[Tensor, ...]:
-    return (*stored_tensors(cells.stored_keys), *stored_tensors(cells.stored_values))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the numbers as integers: for floats, 0 equals -0, and NaN nothing."""
-    return tensor.view(_BITS_DTYPES[tensor.dtype.itemsize])
