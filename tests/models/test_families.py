@@ -190,6 +190,26 @@ FALCON_H1 = MAMBA | {
     "ssm_out_multiplier": 0.7,
     **PADDING,
 }
+_STATE, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"
+NEMOTRON_H = {
+    "num_hidden_layers": None,
+    "layers_block_type": [_STATE, _MLP, _STATE, _STATE, _WHOLE, _MLP, _STATE, _WHOLE, _MLP],
+    "head_dim": 24,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    **PADDING,
+}
+NEMOTRON_H_EXPERTS = NEMOTRON_H | {
+    "layers_block_type": [_STATE, _EXPERTS, _STATE, _MLP, _WHOLE, _EXPERTS, _STATE, _EXPERTS]
+}
 BAMBA = MAMBA | {"attn_layer_indices": [1, 4, 5], **PADDING}
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -400,6 +420,13 @@ FAMILIES = {
         | {"num_hidden_layers": 3, "mamba_d_ssm": None, "mamba_rms_norm": True}
         | {"mamba_norm_before_gate": False, **PADDING},
     ),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-biases": (
+        "NemotronH",
+        NEMOTRON_H | {"mlp_bias": True, "use_bias": True, "use_conv_bias": False},
+    ),
+    "nemotron-h-experts": ("NemotronH", NEMOTRON_H_EXPERTS),
+    "nemotron-h-latent-experts": ("NemotronH", NEMOTRON_H_EXPERTS | {"moe_latent_size": 32}),
     "qwen3.5": ("Qwen3_5Text", QWEN35),
     "qwen3.5-biases": (
         "Qwen3_5Text",
@@ -443,7 +470,17 @@ LOCAL = [
     "gemma4-experts",
     "gemma4-experts-shared",
 ]
-STATES = ["granite4-h-experts", "bamba", "falcon-h1", "lfm2", "lfm2-moe", "qwen3.5", "qwen3-next"]
+STATES = [
+    "granite4-h-experts",
+    "bamba",
+    "falcon-h1",
+    "nemotron-h",
+    "nemotron-h-experts",
+    "lfm2",
+    "lfm2-moe",
+    "qwen3.5",
+    "qwen3-next",
+]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -455,7 +492,8 @@ def write_checkpoint(folder: Path, family: str) -> transformers.PreTrainedModel:
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
+            is_norm = name.endswith(("norm.weight", "norm_f.weight"))
+            usual = weight[0].item() if is_norm else 0  # 1, or 0 for 1 + 0
             if kind in ("Gemma3nText", "Gemma4Text") and name.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
             if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", name):
@@ -466,7 +504,7 @@ def write_checkpoint(folder: Path, family: str) -> transformers.PreTrainedModel:
         for name, scale in model.named_buffers():
             if name.endswith("layer_scalar"):
                 scale.uniform_(0.7, 1.3)
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 scale.normal_(0, 0.3)
     model.save_pretrained(folder)
     return model

@@ -9,8 +9,14 @@ from typing import Any
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.family_config import experts_config, gemma_config, is_olmo3, layers_config
 from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.nemotron_config import NEMOTRON_ARCHS
 from kvkeep.models.gguf.rope import original_length, rope_scaling, scales_queries
-from kvkeep.models.gguf.state_config import KV_HEADS_PER_LAYER_ARCHS, MTP_ARCHS, state_config
+from kvkeep.models.gguf.state_config import (
+    KV_HEADS_PER_LAYER_ARCHS,
+    MTP_ARCHS,
+    is_bamba,
+    state_config,
+)
 from kvkeep.models.gguf.vocabulary import special_token_id
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -33,6 +39,7 @@ _CLASS_AND_MODEL_TYPE = {
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
+    **dict.fromkeys(NEMOTRON_ARCHS, ("NemotronHForCausalLM", "nemotron_h")),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "command-r": ("CohereForCausalLM", "cohere"),
@@ -141,6 +148,8 @@ def _model_class(file: GgufFile) -> tuple[str, str]:
         return "MistralForCausalLM", "mistral"
     if file.arch == "olmo2" and is_olmo3(file):
         return "Olmo3ForCausalLM", "olmo3"
+    if is_bamba(file):
+        return "BambaForCausalLM", "bamba"
     if scales_queries(file):
         return "Ministral3ForCausalLM", "ministral3"
     return _CLASS_AND_MODEL_TYPE[file.arch]
@@ -151,7 +160,8 @@ def _family_fields(
 ) -> dict[str, Any]:
     """Return the fields that differ between families. config: the fields of all families."""
     arch, fields = file.arch, dict[str, Any]()
-    if not family.is_gemma3n and not family.is_gemma4:  # these have a width for each layer
+    has_widths_per_layer = family.is_gemma3n or family.is_gemma4 or arch in NEMOTRON_ARCHS
+    if not has_widths_per_layer:
         fields["intermediate_size"] = file.uniform_int(_mlp_width_key(file))
     if family.mlp_width_field == "shared_intermediate_size":  # Granite 4 with state layers
         shared_key = "{arch}.expert_shared_feed_forward_length"
@@ -166,9 +176,10 @@ def _family_fields(
         default = 1.0 if arch == "command-r" else None
         fields["logit_scale"] = file.rounded_number("{arch}.logit_scale", default) or 1.0
     else:
-        fields[family.norm_eps_field] = file.rounded_number(
-            "{arch}.attention.layer_norm_rms_epsilon"
-        )
+        eps_key = "{arch}.attention.layer_norm_rms_epsilon"
+        if arch in NEMOTRON_ARCHS and not file.has(eps_key):
+            eps_key = "{arch}.attention.layer_norm_epsilon"
+        fields[family.norm_eps_field] = file.rounded_number(eps_key)
     if family.mlp_bias:
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if arch in ("mistral3", "phi3") or (arch == "llama" and _sliding_window(file)):
@@ -239,7 +250,8 @@ def _check_supported(file: GgufFile) -> None:
     _check_variant(file)
     head_dim = _head_dim(file)
     expected_sizes = {"attention.value_length": head_dim}
-    if not FAMILIES[_CLASS_AND_MODEL_TYPE[arch][0]].partial_rotary_factor:
+    is_rotated = arch not in NEMOTRON_ARCHS
+    if is_rotated and not FAMILIES[_model_class(file)[0]].partial_rotary_factor:
         expected_sizes["rope.dimension_count"] = head_dim
     if arch == "gemma4":
         local_head_dim = file.positive_int("gemma4.attention.key_length_swa", head_dim)

@@ -97,7 +97,7 @@ _REORDERED_ARCHITECTURES = [
     f"{name}ForCausalLM"
     for name in (
         *("Llama", "Mistral", "Ministral3", "Granite", "Mixtral", "GraniteMoe", "SmolLM3"),
-        "GraniteMoeHybrid",
+        *("GraniteMoeHybrid", "Bamba"),
     )
 ]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile
 from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.nemotron_config import NEMOTRON_ARCHS
 from kvkeep.models.gguf.rope import attention_factor, linear_factor, unscaled_longrope
 
 # Architectures with experts, by the config field for their number.
@@ -46,6 +47,8 @@ _GELU_FIELDS: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
 
 def experts_config(file: GgufFile) -> dict[str, Any]:
     """Return the fields of experts; empty without them. Raises UnsupportedModel, BadModelFile."""
+    if file.arch in NEMOTRON_ARCHS:
+        return {}  # part of `state_config`
     arch, num_experts = file.arch, file.non_negative_int("{arch}.expert_count", 0)
     if arch not in _NUM_EXPERTS_ARCHS + _NUM_LOCAL_EXPERTS_ARCHS:
         if num_experts:

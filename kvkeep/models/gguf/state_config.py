@@ -3,15 +3,16 @@
 from typing import Any
 
 from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.nemotron_config import NEMOTRON_ARCHS, kv_heads_per_layer, nemotron_config
 from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 
-KV_HEADS_PER_LAYER_ARCHS = ("lfm2", "lfm2moe", "granitehybrid")  # 0 for a layer without attention
+# 0 for a layer without attention.
+KV_HEADS_PER_LAYER_ARCHS = ("lfm2", "lfm2moe", "granitehybrid", *NEMOTRON_ARCHS)
 _DELTA_NET_ARCHS = ("qwen35", "qwen35moe", "qwen3next")
 # Every Granite states one of these; a Bamba has the same architecture name and none.
 _GRANITE_KEYS = ("{arch}.attention.scale", "{arch}.embedding_scale", "{arch}.logit_scale")
 # Files of these may have layers more, which predict several tokens and are not needed.
-MTP_ARCHS = _DELTA_NET_ARCHS
-_KV_HEADS_KEY = "{arch}.attention.head_count_kv"
+MTP_ARCHS = (*_DELTA_NET_ARCHS, *NEMOTRON_ARCHS)
 
 
 def state_config(file: GgufFile) -> dict[str, Any]:
@@ -24,13 +25,15 @@ def state_config(file: GgufFile) -> dict[str, Any]:
         return _granite_config(file)
     if file.arch == "falcon-h1":
         return _falcon_h1_config(file)
+    if file.arch in NEMOTRON_ARCHS:
+        return nemotron_config(file)
     return {}
 
 
 def _lfm2_config(file: GgufFile) -> dict[str, Any]:
     if file.non_negative_int("{arch}.attention.sliding_window", 0):
         raise file.unsupported_error("has local layers (attention.sliding_window)")
-    kv_heads = _kv_heads_per_layer(file)
+    kv_heads = kv_heads_per_layer(file)
     first_state_layer = kv_heads.index(0) if 0 in kv_heads else 0
     return {
         "num_key_value_heads": max(kv_heads),
@@ -42,9 +45,7 @@ def _lfm2_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _granite_config(file: GgufFile) -> dict[str, Any]:
-    if not any(file.has(key) for key in _GRANITE_KEYS):
-        raise file.unsupported_error("is a Bamba, whose rotated rows have another order")
-    kv_heads = _kv_heads_per_layer(file)
+    kv_heads = kv_heads_per_layer(file)
     inner_size, hidden_size = (
         file.positive_int(key) for key in ("{arch}.ssm.inner_size", "{arch}.embedding_length")
     )
@@ -53,13 +54,24 @@ def _granite_config(file: GgufFile) -> dict[str, Any]:
         raise file.invalid_error("{arch}.ssm.inner_size", expected)
     first = kv_heads.index(0) if 0 in kv_heads else 0
     is_rotated = file.boolean("{arch}.rope.scaling.finetuned", True)
-    return {
-        "num_key_value_heads": max(kv_heads),
+    layer_fields: dict[str, Any] = {
         "layer_types": ["full_attention" if heads else "linear_attention" for heads in kv_heads],
         "position_embedding_type": "rope" if is_rotated else None,
+    }
+    if is_bamba(file):
+        indices = [layer for layer, heads in enumerate(kv_heads) if heads]
+        layer_fields = {"attn_layer_indices": indices}
+    return {
+        "num_key_value_heads": max(kv_heads),
+        **layer_fields,
         "mamba_expand": inner_size // hidden_size,
         **_mamba_config(file, first),
     }
+
+
+def is_bamba(file: GgufFile) -> bool:
+    """Whether a file with Granite 4-H's architecture name is a Bamba."""
+    return file.arch == "granitehybrid" and not any(map(file.has, _GRANITE_KEYS))
 
 
 def _falcon_h1_config(file: GgufFile) -> dict[str, Any]:
@@ -139,17 +151,3 @@ def _rotates_by_text_position(file: GgufFile) -> bool:
     if min(sections) < 0 or not total:
         raise file.invalid_error(key, "four numbers of pairs")
     return all(pair < 3 * sections[pair % 3] for pair in range(min(pairs, total)))
-
-
-def _kv_heads_per_layer(file: GgufFile) -> list[int]:
-    """Return the KV heads of each layer: 0, or the same number."""
-    num_layers = file.layer_count()
-    if not isinstance(file.value(_KV_HEADS_KEY), list):
-        return [file.positive_int(_KV_HEADS_KEY)] * num_layers
-    kv_heads = file.integers(_KV_HEADS_KEY)
-    if len(kv_heads) != num_layers or min(kv_heads) < 0 or max(kv_heads) == 0:
-        expected = f"a whole number for each of {num_layers} layers, and one of them at least 1"
-        raise file.invalid_error(_KV_HEADS_KEY, expected)
-    if len(set(kv_heads) - {0}) > 1:
-        raise file.unsupported_error(f"has different KV heads in its layers ({kv_heads})")
-    return kv_heads

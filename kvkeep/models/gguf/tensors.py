@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
-from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE, SELECTION_BIAS
+from kvkeep.models.layers.experts import (
+    EXPERT_SCALES,
+    LATENT_DOWN,
+    LATENT_UP,
+    ROUTER_SCALE,
+    SELECTION_BIAS,
+)
 
 _MODEL_NAMES = {  # of tensors outside layers
     "token_embd.weight": "model.embed_tokens.weight",
@@ -117,7 +123,14 @@ _ARCHITECTURE_LAYER_NAMES = {
     "Lfm2ForCausalLM": _SHORT_CONVOLUTION_NAMES,
     "Lfm2MoeForCausalLM": {**_SHORT_CONVOLUTION_NAMES, "exp_probs_b.bias": SELECTION_BIAS},
     "GraniteMoeHybridForCausalLM": _MAMBA_NAMES,
+    "BambaForCausalLM": _MAMBA_NAMES,
     "FalconH1ForCausalLM": _MAMBA_NAMES,
+    "NemotronHForCausalLM": {
+        **_MAMBA_NAMES,
+        "exp_probs_b.bias": SELECTION_BIAS,
+        "ffn_latent_down.weight": LATENT_DOWN,
+        "ffn_latent_up.weight": LATENT_UP,
+    },
     "Qwen3_5ForCausalLM": _DELTA_NET_NAMES,
     "Qwen3_5MoeForCausalLM": _DELTA_NET_NAMES,
     "Qwen3NextForCausalLM": _DELTA_NET_NAMES,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.primitives import Linear, NamedWeights, multiply
+from kvkeep.models.layers.primitives import Linear, NamedWeights, WeightMatrix, multiply
 from kvkeep.models.spec.model_spec import Gating
 
 
@@ -27,23 +27,32 @@ GATING_FUNCTIONS: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped": _clamped_gating,
+    "relu2": lambda gate, up: F.relu(gate) * up,  # of an MLP without a gate, both are the same
 }
 
 
 class Mlp:
-    """A gated MLP (SwiGLU and GEGLU, arXiv:2002.05202).
+    """A gated MLP (SwiGLU and GEGLU, arXiv:2002.05202), or one without a gate.
 
-    width: the intermediate size. bias: whether all three projections have one. sparsity: the share
-    of gate values that are zeroed.
+    width: the intermediate size. io_width: of what it reads and gives; 0 for the hidden size.
+    bias: whether all projections have one. sparsity: the share of gate values that are zeroed.
     """
 
     def __init__(
-        self, weights: NamedWeights, prefix: str, width: int, bias: bool, sparsity: float = 0
+        self,
+        weights: NamedWeights,
+        prefix: str,
+        width: int,
+        bias: bool,
+        sparsity: float = 0,
+        io_width: int = 0,
     ):
-        hidden_size = weights.spec.hidden_size
-        self._gate = weights.matrix(f"{prefix}.gate_proj.weight", width, hidden_size, bias)
-        self._up = weights.matrix(f"{prefix}.up_proj.weight", width, hidden_size, bias)
-        self._down = weights.matrix(f"{prefix}.down_proj.weight", hidden_size, width, bias)
+        io_width = io_width or weights.spec.hidden_size
+        self._gate: WeightMatrix | None = None
+        if weights.spec.gated_mlps:
+            self._gate = weights.matrix(f"{prefix}.gate_proj.weight", width, io_width, bias)
+        self._up = weights.matrix(f"{prefix}.up_proj.weight", width, io_width, bias)
+        self._down = weights.matrix(f"{prefix}.down_proj.weight", io_width, width, bias)
         self._gating = GATING_FUNCTIONS[weights.spec.gating]
         self._gate_multiplier = weights.spec.gate_multiplier
         self._output_multiplier = weights.spec.mlp_output_multiplier
@@ -51,6 +60,9 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape."""
+        if self._gate is None:
+            up = self._up(x)
+            return multiply(self._down(self._gating(up, up)), self._output_multiplier)
         gate = multiply(self._gate(x), self._gate_multiplier)
         if self._threshold_stds is not None:
             gate = _sparsify(gate, self._threshold_stds)
@@ -88,9 +100,16 @@ class Experts:
         bias = spec.clamped_experts  # only gpt-oss has biases
         self._experts_per_token, self._norm_topk = spec.experts_per_token, spec.norm_topk
         self._router = weights.float32_linear("mlp.gate.weight", spec.experts, hidden_size, bias)
+        latent_size = spec.expert_latent_size
         self._experts = [
-            Mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias) for i in range(spec.experts)
+            Mlp(weights, f"mlp.experts.{i}", spec.expert_size, bias, io_width=latent_size)
+            for i in range(spec.experts)
         ]
+        self._latent_down: WeightMatrix | None = None
+        self._latent_up: WeightMatrix | None = None
+        if latent_size:
+            self._latent_down = weights.matrix(LATENT_DOWN, latent_size, hidden_size)
+            self._latent_up = weights.matrix(LATENT_UP, hidden_size, latent_size)
         self._uses_sigmoid, self._routed_scale = spec.sigmoid_router, spec.routed_scale
         self._selection_bias: Tensor | None = None
         if spec.router_bias:
@@ -130,15 +149,18 @@ class Experts:
 
     def apply(self, x: Tensor, routing_weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Map `[n, hidden_size]` to the same shape by the experts that `route` has chosen."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        inputs = x if self._latent_down is None else self._latent_down(x)
+        total = torch.zeros(inputs.shape, dtype=torch.float32, device=x.device)
         # An assignment is an index into the flattened ids: a is of token a // per_token.
         by_expert = expert_ids.flatten().argsort(stable=True)
         counts = expert_ids.flatten().bincount(minlength=len(self._experts)).tolist()
         for expert, assignments in zip(self._experts, torch.split(by_expert, counts), strict=True):
             if len(assignments):
                 rows = assignments // self._experts_per_token
-                output = expert(x[rows]).float() * routing_weights.flatten()[assignments, None]
+                output = expert(inputs[rows]).float() * routing_weights.flatten()[assignments, None]
                 total.index_add_(0, rows, output)  # no token is routed to an expert twice
+        if self._latent_up is not None:
+            total = self._latent_up(total.to(x.dtype)).float()
         if self._shared is not None:
             shared, gate = self._shared(x).float(), self._shared_gate
             total += shared if gate is None else gate(x.float()).sigmoid() * shared
@@ -153,6 +175,7 @@ PARALLEL_NORMS = {
     "output_norm": "post_feedforward_layernorm_2",
 }
 SELECTION_BIAS = "mlp.expert_bias"
+LATENT_DOWN, LATENT_UP = "mlp.latent_down.weight", "mlp.latent_up.weight"
 ROUTER_SCALE, EXPERT_SCALES = "mlp.gate.scale", "mlp.gate.expert_scales"
 
 

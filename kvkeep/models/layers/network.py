@@ -44,7 +44,7 @@ class DecoderLayer:
             return weights.norm(f"{name}.weight", hidden_size) if exists else None
 
         self._attention_norm = norm("input_layernorm", spec.norms_before)
-        has_mlp_norm = spec.norms_before and not spec.parallel
+        has_mlp_norm = spec.norms_before and not spec.parallel and spec.mlp_layers is None
         self._mlp_norm = norm("post_attention_layernorm", has_mlp_norm)
         self._attention_output_norm = norm("post_self_attn_layernorm", spec.norms_after)
         self._mlp_output_norm = norm("post_mlp_layernorm", spec.norms_after)
@@ -53,8 +53,11 @@ class DecoderLayer:
             self._state_module = STATE_MODULES[spec.states.kind](weights, spec.states, index)
         if spec.has_attention(index):
             self._attention = Attention(weights, index)
-        replaces_mlp = spec.has_experts(index) and not spec.experts_beside
-        self._mlp = Experts(weights) if replaces_mlp else _dense_mlp(weights, index)
+        self._mlp: Mlp | Experts | None = None
+        if spec.has_experts(index) and not spec.experts_beside:
+            self._mlp = Experts(weights)
+        elif spec.has_mlp(index):
+            self._mlp = _dense_mlp(weights, index)
         parallel_experts = Experts(weights) if spec.experts_beside else None
         if self._attention is not None:
             self._attention.add_norms(weights)
@@ -100,10 +103,16 @@ class DecoderLayer:
         if input_norms is not None:
             input_norms[self._index] = x.float().norm(dim=-1)
         attention_input = _normed(self._attention_norm, x)
-        output = self._mix_tokens(attention_input, step, states)
+        if self._spec.mlp_layers is not None and self._mlp is not None:
+            output = self._mlp(attention_input)
+        else:
+            output = self._mix_tokens(attention_input, step, states)
         x = self._add_residual(x, _normed(self._attention_output_norm, output))
         if self._laurel is not None:
             x = self._laurel(x, attention_input)
+        if self._spec.mlp_layers is not None:
+            return x
+        assert self._mlp is not None
         output = self._mlp(attention_input if self._spec.parallel else _normed(self._mlp_norm, x))
         if self._parallel_experts is not None:
             output = self._parallel_experts(x, output)
@@ -217,6 +226,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             has_cells,
             spec.mlp_width(index),
             spec.is_state_layer(index),
+            spec.has_mlp(index),
         )
         if layer_kind not in shapes_by_kind:
             layer = DeclaredTensors(spec)

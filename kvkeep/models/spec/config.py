@@ -11,6 +11,7 @@ from kvkeep.models.spec import unsupported
 from kvkeep.models.spec.config_fields import ConfigFields, is_valid_integer, read_json
 from kvkeep.models.spec.config_gemma import gemma3n_fields, gemma4_fields
 from kvkeep.models.spec.config_layers import expert_fields, layer_type_fields, model_window
+from kvkeep.models.spec.config_mamba import nemotron_h_config
 from kvkeep.models.spec.config_states import state_fields
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.family import Family
@@ -48,6 +49,8 @@ def spec_from_config(
         if values.get(alias) is not None
     }
     config = ConfigFields({**family.defaults, **values, **renamed}, path)
+    if family.state_rule == "nemotron_h":
+        config = nemotron_h_config(config)
     unsupported.check_fields(config, architecture)
     fields = layer_type_fields(config, family) | expert_fields(config, family)
     fields |= state_fields(config, family)
@@ -72,7 +75,7 @@ def spec_from_config(
         tied_head=bool(config.get("tie_word_embeddings")),
         bos_token_id=next(iter(_token_ids(config, generation_config, "bos_token_id")), None),
         eos_token_ids=_token_ids(config, generation_config, "eos_token_id"),
-        activation=unsupported.ACTIVATIONS[config.get(family.activation_field, "silu")],
+        activation=unsupported.activations(family)[config.get(family.activation_field, "silu")],
         **{"qk_norm": False, **family.spec_fields},
         **_bias_fields(config, family),
         **_multiplier_fields(config, family),

@@ -8,6 +8,17 @@ from kvkeep.models.spec.config_layers import MAX_LAYERS
 from kvkeep.models.spec.state_layers import MambaNorm, StateLayers
 
 ATTENTION = "full_attention"
+_STATE, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"
+# By their names in configs, and by their letters in patterns.
+_NEMOTRON_KINDS = {
+    "M": _STATE,
+    "*": ATTENTION,
+    "-": _MLP,
+    "E": _EXPERTS,
+    "mamba": _STATE,
+    "attention": ATTENTION,
+    **{kind: kind for kind in (_STATE, ATTENTION, _MLP, _EXPERTS)},
+}
 
 
 def mamba_fields(config: ConfigFields) -> dict[str, Any]:
@@ -62,6 +73,58 @@ def falcon_h1_fields(config: ConfigFields) -> dict[str, Any]:
     }
     multipliers = {name: config.positive_float(field, default=1.0) for field, name in names.items()}
     return {**fields, **multipliers}
+
+
+def nemotron_h_config(config: ConfigFields) -> ConfigFields:
+    """Return a config of Nemotron-H with the names that other families have.
+
+    `layer_types` names each layer's kind. Without experts or without an MLP in any layer, fields of
+    them do not count.
+    """
+    kinds = config.get("layers_block_type")
+    if kinds is None:
+        kinds = config.get("hybrid_override_pattern")
+    if isinstance(kinds, str):
+        kinds = list(kinds)
+    if not isinstance(kinds, list) or not 0 < len(kinds) <= MAX_LAYERS:
+        expected = f"the kinds of 1 to {MAX_LAYERS} layers"
+        raise config.invalid_error("layers_block_type", expected)
+    layer_types = [_NEMOTRON_KINDS.get(x, x) if isinstance(x, str) else x for x in kinds]
+    values: dict[str, Any] = {"layer_types": layer_types, "num_hidden_layers": len(layer_types)}
+    if _EXPERTS not in layer_types:
+        values["num_local_experts"] = None
+    if _MLP not in layer_types:
+        values["intermediate_size"] = config.get("moe_intermediate_size")
+    return config.updated(values)
+
+
+def nemotron_h_fields(config: ConfigFields) -> dict[str, Any]:
+    """Return `states`, the layers with an MLP alone, and which attention has no RoPE: all."""
+    layer_types = config.get("layer_types")
+    unknown = [kind for kind in layer_types if kind not in _NEMOTRON_KINDS.values()]
+    if unknown:
+        raise config.unsupported_error(f"layers of kind {unknown[0]!r} (layers_block_type)")
+    layers_of = {
+        kind: tuple(layer for layer, found in enumerate(layer_types) if found == kind)
+        for kind in _NEMOTRON_KINDS.values()
+    }
+    if not layers_of[ATTENTION]:
+        raise config.unsupported_error("no layer has attention (layers_block_type)")
+    if layers_of[_EXPERTS] and config.get("mlp_bias"):
+        raise config.unsupported_error("experts have biases (mlp_bias)")
+    if layers_of[_EXPERTS] and config.positive_int("n_group", default=1) > 1:
+        raise config.unsupported_error("experts are chosen by groups (n_group)")
+    fields: dict[str, Any] = {
+        "mlp_layers": tuple(sorted(layers_of[_MLP] + layers_of[_EXPERTS])),
+        "unrotated_layers": layers_of[ATTENTION],
+    }
+    if layers_of[_EXPERTS]:
+        fields["dense_layers"] = layers_of[_MLP]
+        fields["expert_latent_size"] = config.non_negative_int("moe_latent_size", default=0)
+    if layers := layers_of[_STATE]:
+        inner_size = config.positive_int("mamba_n_heads") * config.positive_int("mamba_d_head")
+        fields["states"] = _mamba_states(config, layers, inner_size)
+    return fields
 
 
 def _multipliers(config: ConfigFields, field: str, count: int) -> tuple[float, ...]:

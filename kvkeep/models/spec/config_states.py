@@ -8,6 +8,7 @@ from kvkeep.models.spec.config_mamba import (
     ATTENTION,
     falcon_h1_fields,
     mamba_fields,
+    nemotron_h_fields,
     state_layers,
 )
 from kvkeep.models.spec.family import Family
@@ -31,6 +32,8 @@ def state_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
             return mamba_fields(config)
         case "falcon_h1":
             return falcon_h1_fields(config)
+        case "nemotron_h":
+            return nemotron_h_fields(config)
     return {}
 
 

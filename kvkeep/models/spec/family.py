@@ -13,7 +13,7 @@ BiasRule = Literal["attention_bias", "attention_bias of qkv", "qkv", "qkv_bias",
 # "max_window_layers": only if, moreover, `layer_types` or `max_window_layers` lets a layer slide.
 WindowRule = Literal["sliding_window", "use_sliding_window", "max_window_layers", "none"]
 # How configs describe layers that keep a state: `config_states.py` has a function for each.
-StateRule = Literal["lfm2", "delta_net", "mamba2", "falcon_h1"]
+StateRule = Literal["lfm2", "delta_net", "mamba2", "falcon_h1", "nemotron_h"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,12 @@ class Family:
     fused_qkv, fused_gate_up: the checkpoint's name of one matrix that holds several, in this order;
         "" if the matrices are separate.
     fused_delta_net: Gated DeltaNet's projections are stored in two matrices (`value_heads.py`).
-    renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
-    final_norm: the checkpoint's name of the norm after the last layer.
+    renamed_tensors: other layer tensors with another name in checkpoints: their name, or its first
+        parts, to kvkeep's.
+    final_norm, embedding: the checkpoint's names of the norm after the last layer and of the
+        embedding.
+    base_module: what names in checkpoints begin with, all but the head's.
+    ungated_mlps: MLPs and experts have no gate, and a squared ReLU.
     mixture: for mixtures of experts; `weights/stacks.py` has the names of their tensors.
     ignored_tensors: a regular expression of tensors in checkpoints that the model does not need.
     multimodal: the model also reads images; only its language model is run.
@@ -118,6 +122,9 @@ class Family:
     fused_delta_net: bool = False
     renamed_tensors: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
+    embedding: str = "model.embed_tokens"
+    base_module: str = "model"
+    ungated_mlps: bool = False
     mixture: Mixture | None = None
     ignored_tensors: str = ""
     multimodal: bool = False

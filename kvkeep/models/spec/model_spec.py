@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from kvkeep.models.spec.state_layers import StateLayers
 
-Activation = Literal["silu", "gelu_tanh"]
-Gating = Literal["silu", "gelu_tanh", "clamped"]  # how an MLP combines its gate and up projections
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+# How an MLP combines its gate and up projections; "relu2" squares the up projection's ReLU.
+Gating = Literal["silu", "gelu_tanh", "clamped", "relu2"]
 GATINGS: tuple[Gating, ...] = get_args(Gating)
 
 
@@ -99,7 +100,12 @@ class ModelSpec:
     gated_attention: attention's output is multiplied by the sigmoid of gates, which the query
         projection gives, too.
     states: the layers, of those counted here, that keep a state; None if all have cells.
-    activation: of the MLP's gate.
+    activation: of the MLP's gate. With "relu2" MLPs and experts have no gate: their up projection
+        goes through the square of a ReLU.
+    mlp_layers: these layers have an MLP, or experts, and nothing else, and all others have none;
+        None if every layer has one behind its attention or state.
+    expert_latent_size: experts read and give so many numbers, projected from the hidden size and
+        back; 0 if the hidden size.
     unit_norms: norms are computed in float32, and their factor is 1 more than the stored weight, as
         in Gemma's checkpoints (GGUF files store the sum).
     """
@@ -175,6 +181,8 @@ class ModelSpec:
     attention_output_multiplier: float = 1.0
     gate_multiplier: float = 1.0
     mlp_output_multiplier: float = 1.0
+    mlp_layers: tuple[int, ...] | None = None
+    expert_latent_size: int = 0
 
     @property
     def keeps_states(self) -> bool:
@@ -193,12 +201,24 @@ class ModelSpec:
     def _attention_layers(self) -> frozenset[int]:
         states = self.states
         replaced = states.layers if states is not None and not states.beside_attention else ()
-        return frozenset(range(self.layers)) - frozenset(replaced)
+        return (
+            frozenset(range(self.layers)) - frozenset(replaced) - frozenset(self.mlp_layers or ())
+        )
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts in its place."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    @property
+    def gated_mlps(self) -> bool:
+        """Whether MLPs and experts have a gate projection."""
+        return self.activation != "relu2"
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""
         return (
             self.experts > 0
+            and self.has_mlp(layer)
             and (layer + 1) % self.sparse_step == 0
             and layer not in self.dense_layers
         )

@@ -13,6 +13,9 @@ from kvkeep.cache.checks import require, require_tensor
 StateKind = Literal["convolution", "delta_net", "mamba2"]
 # How Mamba-2's output is normed: after it is gated, before it, or not at all.
 MambaNorm = Literal["after_gate", "before_gate", "none"]
+_FLOAT32_ENDINGS = (
+    *(".A_log", ".dt_bias", ".mamba.D", ".mixer.D", ".expert_bias", ".e_score_correction_bias"),
+)
 
 
 @dataclass(frozen=True)
@@ -115,4 +118,4 @@ def is_float32_weight(name: str) -> bool:
 
     Decays, and the numbers by which experts are chosen, depend on every bit.
     """
-    return name.endswith((".A_log", ".dt_bias", ".mamba.D", ".expert_bias"))
+    return name.endswith(_FLOAT32_ENDINGS)

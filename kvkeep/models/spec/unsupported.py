@@ -1,13 +1,14 @@
 """Models that kvkeep refuses: the reasons, what to use instead, and the checks of a config."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.spec.config_fields import ConfigFields
 from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.spec.family import Family
 from kvkeep.models.spec.model_spec import Activation
 
-ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -44,7 +45,6 @@ _GRANITE = "granite-4.0-micro, -1b and -350m and Granite 3 are supported"
 _ANY = "Llama 3, Qwen3 and Granite are supported"
 # Reason and alternative: the architectures, by their names in config.json and in GGUF files.
 _UNSUPPORTED = {
-    (_MAMBA, "Llama 3 is supported"): "NemotronHForCausalLM nemotron_h nemotron_h_moe",
     (_MAMBA, _ANY): "JambaForCausalLM jamba MambaForCausalLM Mamba2ForCausalLM mamba mamba2",
     (_LATENT, "its Qwen2 and Llama distillations are supported"): (
         "DeepseekV2ForCausalLM DeepseekV3ForCausalLM deepseek2"
@@ -81,13 +81,19 @@ def architecture_error(architecture: object) -> UnsupportedModel:
     )
 
 
+def activations(family: Family) -> Mapping[str, Activation]:
+    """Return the activations that a family may have, by their names in configs."""
+    return {"relu2": "relu2"} if family.ungated_mlps else _ACTIVATIONS
+
+
 def check_fields(config: ConfigFields, architecture: str) -> None:
     """Raise UnsupportedModel for fields of a supported architecture with values that are not."""
-    activation = config.get(FAMILIES[architecture].activation_field, "silu")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+    family = FAMILIES[architecture]
+    activation, supported = config.get(family.activation_field, "silu"), activations(family)
+    if not isinstance(activation, str) or activation not in supported:
         raise UnsupportedModel(
             f"{architecture} with activation {activation!r} is not supported, only "
-            f"{', '.join(ACTIVATIONS)}"
+            f"{', '.join(supported)}"
         )
     for architectures, field, supported_values, variant in _UNSUPPORTED_FIELDS:
         if architecture in architectures and config.get(field) not in supported_values:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.network import tensor_shapes
-from kvkeep.models.layers.primitives import FINAL_NORM
+from kvkeep.models.layers.primitives import EMBEDDING, FINAL_NORM
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.stacks import (
@@ -32,7 +32,7 @@ from kvkeep.models.weights.stacks import (
 from kvkeep.models.weights.value_heads import fused_row_order
 
 _T = TypeVar("_T")  # a tensor, or its shape
-_LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)")
 # Prefixes of the language model in checkpoints of models that read images, too, and their tensors
 # that are not the language model's.
 _LANGUAGE_MODEL = r"(model\.language_model|language_model\.model)\."
@@ -41,7 +41,9 @@ _OTHER_MODALITIES = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 )
 # Names in checkpoints of models without a head, such as embedding models.
-_WITHOUT_HEAD = re.compile(r"(embed_tokens|layers|norm|embedding_norm|final_layernorm)\..*")
+_WITHOUT_HEAD = re.compile(
+    r"(embed_tokens|embeddings|layers|norm|norm_f|embedding_norm|final_layernorm)\..*"
+)
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _GATED_QUERY = re.compile(r"model\.layers\.\d+\.self_attn\.q_proj\.(?:weight|bias)")
 _QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
@@ -90,20 +92,32 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def decoder_names_by_stored_name(spec: ModelSpec) -> dict[str, list[str]]:
     """Return the names of the decoder's tensors that each checkpoint tensor holds, in order."""
+    family = FAMILIES[spec.architecture]
     stored_modules = {module: stored for stored, module in renamed_modules(spec).items()}
     for fused_module, modules in fused_modules(spec).items():
         stored_modules |= dict.fromkeys(modules, fused_module)
     decoder_names: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
-        match = _LAYER_TENSOR.fullmatch(name)
-        if name == FINAL_NORM:
-            stored_name = f"{FAMILIES[spec.architecture].final_norm}.weight"
-        elif match and match.group(2) in stored_modules:
-            stored_name = f"{match.group(1)}{stored_modules[match.group(2)]}.{match.group(3)}"
-        else:
+        stored_name = _renamed(name, stored_modules)
+        if name in (FINAL_NORM, EMBEDDING):
+            stored_name = f"{family.final_norm if name == FINAL_NORM else family.embedding}.weight"
+        elif stored_name == name:
             stored_name = stored_expert_name(spec, name)
+        stored_name = re.sub(r"^model\.", f"{family.base_module}.", stored_name)
         decoder_names.setdefault(stored_name, []).append(name)
     return decoder_names
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a layer's tensor with its first parts renamed, as many as `names` has."""
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return name
+    parts = match.group(2).split(".")
+    for count in range(len(parts), 0, -1):
+        if (new := names.get(".".join(parts[:count]))) is not None:
+            return match.group(1) + ".".join((new, *parts[count:]))
+    return name
 
 
 def is_text_part(spec: ModelSpec, name: str) -> bool:
@@ -122,14 +136,12 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
     if _WITHOUT_HEAD.fullmatch(name):
         name = f"model.{name}"
+    name = re.sub(rf"^{family.base_module}\.", "model.", name)
     if name == f"{family.final_norm}.weight":
         return FINAL_NORM
-    name = expert_name(spec, name)
-    match = _LAYER_TENSOR.fullmatch(name)
-    renamed = renamed_modules(spec)
-    if match is None or match.group(2) not in renamed:
-        return name
-    return f"{match.group(1)}{renamed[match.group(2)]}.{match.group(3)}"
+    if name == f"{family.embedding}.weight":
+        return EMBEDDING
+    return _renamed(expert_name(spec, name), renamed_modules(spec))
 
 
 def is_unused_kv(spec: ModelSpec, name: str) -> bool:

@@ -69,7 +69,7 @@ _GEMMA_ROUTER_NAMES = {
 # The module of the experts, unless they lie beside the MLP, and the stack in it.
 _EXPERT_STACK = re.compile(
     r"((?:mlp|block_sparse_moe|feed_forward)\.)?"
-    r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
+    r"(?:experts\.(gate_up|up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
 )
 
 
@@ -167,8 +167,10 @@ def fused_modules(spec: ModelSpec) -> dict[str, dict[str, int]]:
 
 def renamed_modules(spec: ModelSpec) -> dict[str, str]:
     """Return a family's `renamed_tensors` as they hold for a model."""
-    renamed = FAMILIES[spec.architecture].renamed_tensors
-    if not spec.ungated_shared_expert:
+    family = FAMILIES[spec.architecture]
+    renamed = family.renamed_tensors
+    # Granite 4 has the same names for its MLP and its shared expert.
+    if not (spec.ungated_shared_expert and family.fused_gate_up):
         return dict(renamed)
     mlp = _fused_mlp(spec)
     return {stored: name.replace("mlp.", f"{mlp}.", 1) for stored, name in renamed.items()}
@@ -205,9 +207,11 @@ def _expert_stack(spec: ModelSpec, prefix: str, stored_name: str) -> Stack | Non
         is_stack = not (module or linear or suffix)
     if not is_stack:
         return None
-    width, columns = spec.expert_size, spec.hidden_size
+    width, columns = spec.expert_size, spec.expert_latent_size or spec.hidden_size
     if projection == "down" or linear == "output":
-        rows, columns = {"down_proj": range(spec.hidden_size)}, width
+        rows, columns = {"down_proj": range(columns)}, width
+    elif not spec.gated_mlps:
+        rows = {"up_proj": range(width)}
     elif spec.clamped_experts:
         rows = {"gate_proj": range(0, 2 * width, 2), "up_proj": range(1, 2 * width, 2)}
     else:
