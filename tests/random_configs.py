@@ -142,6 +142,8 @@ def _layer_kinds(family: str, layers: int, random: Random) -> dict[str, Any]:
 def _experts(
     family: str, class_fields: dict[str, Any], layers: int, random: Random
 ) -> dict[str, Any]:
+    if family == "NemotronH":
+        return {}
     if family == "GraniteMoeHybrid":
         return {
             "num_local_experts": random.choice([0, 0, random.randint(2, 6)]),
@@ -167,6 +169,8 @@ def _states(family: str, layers: int, values: dict[str, Any], random: Random) ->
     """Draw which layers keep a state instead of cells, and the sizes of the states."""
     if family == "FalconH1":
         return _falcon_h1(values, random)
+    if family == "NemotronH":
+        return _nemotron_h(layers, random)
     if family not in ("Lfm2", "Lfm2Moe", *MAMBAS, *DELTA_NETS):
         return {}
     state_kind = "conv" if family.startswith("Lfm2") else "linear_attention"
@@ -239,6 +243,31 @@ def _falcon_h1(values: dict[str, Any], random: Random) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(layers: int, random: Random) -> dict[str, Any]:
+    groups, experts = random.randint(1, 3), random.randint(2, 6)
+    kinds = [random.choice(["linear_attention", "mlp", "moe", GLOBAL]) for _ in range(layers)]
+    kinds[random.randrange(layers)] = GLOBAL
+    return {
+        "num_hidden_layers": None,
+        "layers_block_type": kinds,
+        "tie_word_embeddings": False,  # which transformers ignores
+        "mlp_bias": "moe" not in kinds and random.random() < 0.5,
+        "use_bias": random.random() < 0.5,
+        "use_conv_bias": random.random() < 0.5,
+        "mamba_num_heads": groups * random.randint(1, 2),
+        "mamba_head_dim": random.choice([3, 8, 12]),
+        "n_groups": groups,
+        "ssm_state_size": random.choice([3, 8, 12]),
+        "conv_kernel": random.randint(2, 5),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": random.randint(1, 2),
+        "moe_intermediate_size": random.randint(4, 40),
+        "moe_shared_expert_intermediate_size": random.randint(4, 40),
+        "moe_latent_size": random.choice([None, 12]),
+        "routed_scaling_factor": random.choice([1.0, 2.5]),
+    }
+
+
 def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any]:
     """Draw the fields that only Gemma has."""
     if not family.startswith("Gemma"):
@@ -287,7 +316,7 @@ def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any
 
 
 def _rope(family: str, values: dict[str, Any], width: int, random: Random) -> dict[str, Any]:
-    if random.random() < 0.2 and family != "Qwen2_5_VLText":
+    if family == "NemotronH" or (random.random() < 0.2 and family != "Qwen2_5_VLText"):
         return {}
     if family not in SEPARATE_LOCAL_ROPE:
         return _rope_settings(family, values, width, random)

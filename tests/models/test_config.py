@@ -168,7 +168,6 @@ def test_unsupported_configs_are_refused_by_name(
 
 
 STATES = [
-    "NemotronHForCausalLM",
     "JambaForCausalLM",
     "MambaForCausalLM",
 ]

@@ -124,6 +124,24 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "ssm_in_multiplier": 1.25,
         "ssm_out_multiplier": 0.7,
     },
+    "NemotronH": {
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "mlp", "moe", WHOLE, "linear_attention"],
+        "n_routed_experts": 7,
+        "moe_shared_expert_intermediate_size": 56,
+        "moe_latent_size": 24,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
+        "layer_norm_epsilon": 3e-4,
+        "mlp_bias": False,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "ssm_state_size": 40,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+    },
     "Lfm2Moe": {
         "layer_types": ["conv", "conv", WHOLE, "conv", WHOLE, "conv", "conv"],
         "norm_eps": 3e-4,
@@ -157,6 +175,7 @@ SIZES = {
     "intermediate_size",
     "shared_intermediate_size",
     "num_hidden_layers",
+    "layers_block_type",
     "num_attention_heads",
     "max_position_embeddings",
     "num_experts",
@@ -164,6 +183,7 @@ SIZES = {
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
 }
 # A class has the token ids of the tokenizer that it was first written for.
 TOKENS = ("bos_token_id", "eos_token_id")
@@ -198,6 +218,8 @@ def with_rope_of_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with RoPE as transformers 4 wrote it."""
     if "text_config" in config:
         return config | {"text_config": with_rope_of_transformers_4(config["text_config"])}
+    if "rope_parameters" not in config:
+        return config
     older = dict(config)
     rope = older.pop("rope_parameters")
     rope, near = rope.get(WHOLE, rope), rope.get(LOCAL)

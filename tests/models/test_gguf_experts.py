@@ -17,7 +17,10 @@ from gguf import GGUFWriter
 from models.test_gguf_families import (
     GRANITE4_H,
     LFM2,
+    NEMOTRON_H,
     QWEN35,
+    STATE,
+    WHOLE,
     WITH_DECAYS,
     add_fields,
     delta_net_tensors,
@@ -29,6 +32,7 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 from kvkeep import load_model
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
@@ -58,6 +62,14 @@ LFM2_MOE = {
     **EXPERTS,
     "num_dense_layers": 1,
 }
+NEMOTRON_H_EXPERTS = NEMOTRON_H | {
+    "layers_block_type": [STATE, "moe", STATE, STATE, WHOLE, "moe", WHOLE, "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 160,
+    "routed_scaling_factor": 2.5,
+}
 SHARED = {"shared_expert_intermediate_size": 512}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "llama", {"num_local_experts": 5}),
@@ -76,6 +88,12 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         "granitehybrid",
         MULTIPLIERS | GRANITE4_H | {"num_local_experts": 6},
+    ),
+    "nemotron-h": ("NemotronH", "nemotron_h_moe", NEMOTRON_H_EXPERTS),
+    "nemotron-h-latent": (
+        "NemotronH",
+        "nemotron_h_moe",
+        NEMOTRON_H_EXPERTS | {"moe_latent_size": 64},
     ),
     "olmoe": (
         "Olmoe",
@@ -117,7 +135,7 @@ def random_model(kind: str) -> Any:
             weight.normal_(usual, spread)
             weight.copy_(weight.bfloat16())
         for buffer, values in model.named_buffers():
-            if buffer.endswith("expert_bias"):
+            if buffer.endswith(("expert_bias", "e_score_correction_bias")):
                 values.normal_(0, 0.3)
     return model
 
@@ -136,6 +154,7 @@ def gpt_oss_tensors(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndar
 
 def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndarray]]:
     """Return a model's tensors by GGUF name, with the gates of a layer stacked, and so on."""
+    is_nemotron = model.config.model_type == "nemotron_h"
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
         block = "".join(filter(str.isdigit, name))
@@ -148,6 +167,8 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
         elif name.endswith("experts.gate_up_proj"):
             for kind, part in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
                 yield f"blk.{block}.ffn_{kind}_exps.weight", part
+        elif name.endswith("experts.up_proj"):
+            yield f"blk.{block}.ffn_up_exps.weight", array
         elif name.endswith("experts.down_proj"):
             yield f"blk.{block}.ffn_down_exps.weight", array
         elif name.endswith("block_sparse_moe.router.weight"):
@@ -160,7 +181,7 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
             yield f"blk.{block}.ffn_gate_inp_shexp.weight", array[0]
         elif re.search(r"\.mlp\.(gate|up|down)_proj", name):  # gguf-py has none in a mixture
             yield f"blk.{block}.ffn_{name.split('.')[4].removesuffix('_proj')}.weight", array
-        elif ".mamba." in name or ".shared_mlp." in name:
+        elif re.search(r"\.mamba\.|\.shared_mlp\.", name) or is_nemotron:
             for new_name, changed in mamba_tensors(name, array, model.config):
                 yield names.get_name(new_name, try_suffixes=(".weight", ".bias")), changed
         elif model.config.model_type in DELTA_NETS:
@@ -301,7 +322,8 @@ def test_experts_keep_their_quantised_bytes(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
-    assert isinstance(model.decoder.executor, CompiledExecutor)
+    executor = ProductExecutor if kind.startswith("nemotron-h") else CompiledExecutor
+    assert isinstance(model.decoder.executor, executor)
     values = {}
     for name, tensor in reference.state_dict().items():
         turned = kind == "gpt-oss" and tensor.dim() == 3  # whose stacks have columns first

@@ -18,6 +18,7 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 from kvkeep import load_model
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
@@ -125,6 +126,25 @@ GRANITE4_H = {
     "mamba_proj_bias": False,
     "pad_token_id": 0,
 }
+BAMBA = {
+    "num_hidden_layers": 5,
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    **PADDING,
+}
+STATE, WHOLE = "linear_attention", "full_attention"
+NEMOTRON_H = {
+    "num_hidden_layers": None,
+    "layers_block_type": [STATE, "mlp", STATE, STATE, WHOLE, "mlp", WHOLE, "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 48,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    **PADDING,
+}
 FALCON_H1 = {
     "num_hidden_layers": 3,
     "mamba_d_ssm": 384,
@@ -219,6 +239,8 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", "lfm2", LFM2),
     "lfm2-untied": ("Lfm2", "lfm2", LFM2 | {"conv_L_cache": 2, "tie_word_embeddings": False}),
     "granite4-h": ("GraniteMoeHybrid", "granitehybrid", MULTIPLIERS | GRANITE4_H),
+    "bamba": ("Bamba", "granitehybrid", BAMBA),
+    "nemotron-h": ("NemotronH", "nemotron_h", NEMOTRON_H),
     "falcon-h1": ("FalconH1", "falcon-h1", FALCON_H1 | FALCON_H1_MULTIPLIERS),
     "falcon-h1-norms": (
         "FalconH1",
@@ -239,6 +261,7 @@ BY_TORCH = ["gemma3n", "gemma3n-widths"]
 ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
 # Of which a file has the exponentials of a checkpoint's numbers.
 WITH_DECAYS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "falcon_h1")
+WITH_DECAYS += ("bamba", "nemotron_h")
 Edit = Callable[[GGUFWriter], None]
 
 
@@ -361,7 +384,10 @@ def add_granite4_h_fields(writer: GGUFWriter, config: Any) -> None:
     is_attention = [kind == "full_attention" for kind in config.layer_types]
     writer.add_head_count_kv([kv_heads if flag else 0 for flag in is_attention])
     add_mamba_fields(writer, config, config.mamba_expand * config.hidden_size)
-    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    is_bamba = config.model_type == "bamba"
+    writer.add_rope_scaling_finetuned(is_bamba or config.position_embedding_type == "rope")
+    if is_bamba:
+        return
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
@@ -371,6 +397,37 @@ def add_mamba_fields(writer: GGUFWriter, config: Any, inner_size: int) -> None:
     writer.add_ssm_group_count(config.mamba_n_groups)
     writer.add_ssm_inner_size(inner_size)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
+
+
+def add_nemotron_h_fields(writer: GGUFWriter, config: Any) -> None:
+    kinds = config.layers_block_type
+    kv_heads, has_experts = config.num_key_value_heads, writer.arch == "nemotron_h_moe"
+    width = config.moe_intermediate_size if has_experts else config.intermediate_size
+    writer.add_block_count(len(kinds))
+    writer.add_context_length(1 << 20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([kv_heads if kind == WHOLE else 0 for kind in kinds])
+    writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    if has_experts:
+        shared_width = config.moe_shared_expert_intermediate_size
+        writer.add_expert_shared_feed_forward_length(shared_width)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if has_experts and config.moe_latent_size:
+        writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def with_multipliers(name: str, array: np.ndarray, config: Any) -> np.ndarray:
@@ -417,9 +474,12 @@ def mamba_tensors(name: str, array: np.ndarray, config: Any) -> Iterator[tuple[s
         array = -np.exp(array)
     if name.endswith((".A_log", ".D")):
         array = array.reshape(-1, 1)
-    if name.endswith("mamba.norm.weight"):
-        array = array.reshape(config.mamba_n_groups, -1)
-    yield name.replace(".dt_bias", ".dt_proj.bias"), array
+    is_nemotron = config.model_type == "nemotron_h"
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        array = array.reshape(config.n_groups if is_nemotron else config.mamba_n_groups, -1)
+    if is_nemotron:
+        name = name.replace("model.", "backbone.").replace("correction_bias", "correction.bias")
+    yield name.replace(".dt_bias", ".dt.bias" if is_nemotron else ".dt_proj.bias"), array
 
 
 def add_gemma3n_fields(writer: GGUFWriter, config: Any) -> None:
@@ -449,11 +509,14 @@ def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
 def gguf_type(name: str, array: np.ndarray, stored: Type) -> Type:
     """Return llama.cpp's type: float32 for routers, vectors and rows of partial blocks."""
     whole = array.ndim > 1 and array.shape[-1] % 32 == 0  # which convolutions are not
-    return stored if whole and not re.search(r"\.router\.|mamba\.norm", name) else Type.F32
+    return stored if whole and not re.search(r"\.router\.|(mamba|mixer)\.norm", name) else Type.F32
 
 
 def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
     """Add the metadata that llama.cpp's converter writes for the architecture."""
+    if architecture.startswith("nemotron_h"):
+        add_nemotron_h_fields(writer, config)
+        return
     heads = config.num_attention_heads
     config.allow_global_per_layer_attribute_access = True  # Gemma 4's are of local layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -493,8 +556,8 @@ def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
         add_granite4_h_fields(writer, config)
     if architecture == "falcon-h1":
         add_mamba_fields(writer, config, config.mamba_d_ssm)
-    if architecture == "granite" or (
-        architecture == "granitehybrid" and not config.num_local_experts
+    if config.model_type == "granite" or (
+        config.model_type == "granitemoehybrid" and not config.num_local_experts
     ):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -584,7 +647,7 @@ def write(
         if architecture == "qwen35":
             ((name, array),) = delta_net_tensors(name, array, config)
         parts = [(name, array)]
-        if ".mamba." in name or ".shared_mlp." in name:
+        if ".mamba." in name or ".shared_mlp." in name or architecture == "nemotron_h":
             parts = list(mamba_tensors(name, array, config))
         for part_name, part_array in parts:
             add_tensor(writer, names, part_name, part_array, stored)
@@ -644,7 +707,8 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
     compiled = kernel_library() is not None and kind not in BY_TORCH
-    assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
+    executor = ProductExecutor if kind == "nemotron-h" else CompiledExecutor
+    assert isinstance(model.decoder.executor, executor) == compiled
     values = {}
     for name, tensor in reference.state_dict().items():
         if tensor.dim() > 1:
@@ -729,7 +793,6 @@ def test_kv_heads_may_be_stated_per_layer_if_equal(
     ("architecture", "why"),
     [
         ("jamba", "Mamba"),
-        ("nemotron_h", "Mamba"),
         ("deepseek2", "multi-head latent attention"),
         ("glm4moe", "routes to experts by biased scores"),
     ],

@@ -34,7 +34,8 @@ def new_cache(
     layout, far_layout = bits.layouts(group_layout(spec, global_group, dtype, device))
     attention = _attention_config(spec, global_group, tensors, device)
     if len(spec.groups) == 1:
-        placements = _placements(spec) if spec.states else ()
+        all_attend = all(map(spec.has_attention, range(spec.layers)))
+        placements = () if all_attend else _placements(spec)
         return KVCache(layout, attention, far_layout, placements=placements)
     local_group = spec.groups[1]
     local_layout, _ = bits.layouts(group_layout(spec, local_group, dtype, device))

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from kvkeep.errors import BadModelFile
 from kvkeep.models.spec.config_fields import ConfigFields, is_positive_number
 from kvkeep.models.spec.config_layers import MAX_LAYERS
 from kvkeep.models.spec.state_layers import MambaNorm, StateLayers
@@ -84,6 +85,9 @@ def nemotron_h_config(config: ConfigFields) -> ConfigFields:
     kinds = config.get("layers_block_type")
     if kinds is None:
         kinds = config.get("hybrid_override_pattern")
+    if kinds is None:
+        field = "layers_block_type"
+        raise BadModelFile(f"{config.path} lacks the field {field}; fetch the model again")
     if isinstance(kinds, str):
         kinds = list(kinds)
     if not isinstance(kinds, list) or not 0 < len(kinds) <= MAX_LAYERS:

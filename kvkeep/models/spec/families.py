@@ -305,6 +305,8 @@ FAMILIES: dict[str, Family] = {
         defaults={
             "layer_norm_epsilon": 1e-5,
             "mlp_hidden_act": "relu2",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             _HEAD_DIM: 128,
             _KV_HEADS: 8,
