@@ -78,7 +78,7 @@ def _mlp_sizes(spec: ModelSpec) -> list[int]:
 
 
 class CompiledExecutor(ProductExecutor):
-    """Runs decode steps by the kernels, and chunks by torch with the kernels' attention.
+    """Runs decode steps by the kernels, and chunks by torch with their attention and states.
 
     tensors: bfloat16 weights by name. packed: matrices by name that sampled tokens read instead.
 
