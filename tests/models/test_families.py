@@ -543,6 +543,27 @@ def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family:
         assert (torch.stack(logits) - expected[ends]).abs().max() <= most
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("family", STATES)
+def test_long_prompts_in_any_steps_equal_transformers(
+    tmp_path: Path, smollm2_folder: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SMALL, "max_position_embeddings", 1024)
+    reference = write_checkpoint(tmp_path, family)
+    model = open_model(tmp_path, TextCodec.open(smollm2_folder))
+    tokens = [(17 * i * i + 5 * i) % 320 for i in range(700)]
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    for step in (64, 512, 700):
+        session, logits = model.session(1024, policy="full", prefill_step=step), []
+        ends = [min(first + step, len(tokens)) for first in range(0, len(tokens), step)]
+        for first, end in zip((0, *ends), ends, strict=False):
+            session.feed(tokens[first:end])
+            logits.append(session.logits)
+        errors = torch.stack(logits) - expected[[end - 1 for end in ends]]
+        assert errors.abs().max() <= 1e-4 * expected.abs().max()
+
+
 class BlindStep:
     """A step in which queries see no cells."""
 
