@@ -46,6 +46,20 @@ def whole_state(session: Session) -> Whole:
     }
 
 
+def held_state(session: Session) -> Whole:
+    """What a session holds, to the bit: not its policy, nor where its storage ends."""
+    return {
+        "tokens": list(session.tokens),
+        "time": session.cache.time,
+        "keep": session.keep,
+        "logits": session.logits,
+        "segments": [
+            (*vars(x.read(0, x.length)).values(), x.position_map, x.is_anchor)
+            for x in session.cache.all_segments
+        ],
+    }
+
+
 def checkpoint_state(checkpoint: Checkpoint) -> Whole:
     """A checkpoint: all that the session takes from it."""
     return {

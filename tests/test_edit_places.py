@@ -5,8 +5,8 @@ import random
 import pytest
 from dense_reference import DenseMemory, Refused
 from edit_actions import MODEL
+from session_state import same, whole_state
 from test_edits import distances, held
-from test_invariants import same, state
 from topics import topic_ids
 
 from kvkeep.errors import ContextFull, InvalidArgument
@@ -124,12 +124,12 @@ def test_what_is_held_can_be_edited_whatever_became_of_its_neighbours(start, end
 @pytest.mark.parametrize("at", [4, 20, 26], ids=["after kept", "before pinned", "after pinned"])
 def test_beside_a_held_token_text_can_be_put_in_where_there_is_room(at: int) -> None:
     session, dense = pinned()
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(ContextFull):  # it would be the oldest of the window, and go at once
         session.insert(at, [5, 6])
     with pytest.raises(Refused):
         dense.copy().edit(at, at, [5, 6], False)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     for each in (session, dense):
         each.rewind(4)
     session.insert(at, [5, 6])
@@ -143,7 +143,7 @@ def test_beside_a_held_token_text_can_be_put_in_where_there_is_room(at: int) -> 
 def test_what_touches_a_forgotten_token_is_refused(start: int, end: int) -> None:
     session, _ = pinned()
     session.rewind(4)
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match="not all in the cache"):
         session.replace(start, end, [5]) if end > start else session.insert(start, [5])
-    assert same(state(session), before)
+    assert same(whole_state(session), before)

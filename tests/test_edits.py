@@ -22,7 +22,7 @@ from edit_actions import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_invariants import same, state
+from session_state import held_state, same, whole_state
 from topics import topic_text
 
 from kvkeep import Snapshot
@@ -52,10 +52,12 @@ TMP = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 def check(setting: Setting, actions: list[Action], folder) -> None:
     pair = setting.pair()
     for action in actions:
-        before = state(pair.session)
+        before = whole_state(pair.session)
         done = pair.act(action, folder)
         session, cells = pair.session, pair.session.cache.cells
-        assert done or same(state(session), before), f"{action} was refused and changed something"
+        assert done or same(whole_state(session), before), (
+            f"{action} was refused and changed something"
+        )
         assert session.tokens == pair.dense.ids
         assert cells == len(pair.dense.held) <= setting.max_kv_size
         assert session.keep == pair.dense.keep
@@ -140,11 +142,11 @@ def on_its_own(session: Session, action: Action) -> None:
 
 
 def assert_bit_equal(a: Session, b: Session, actions: list[Action]) -> None:
-    assert same(state(a), state(b))
+    assert same(held_state(a), held_state(b))
     for action in actions:
         on_its_own(a, action)
         on_its_own(b, action)
-        assert same(state(a), state(b)), f"after {action}"
+        assert same(held_state(a), held_state(b)), f"after {action}"
 
 
 EITHER = st.one_of(settings_of(POLICIES), settings_of(POLICIES, LOCAL_MODEL))
@@ -180,14 +182,14 @@ def test_what_a_fork_does_the_other_does_not_see(
     session = setting.pair().session
     for action in actions:
         on_its_own(session, action)
-    fork, before = session.fork(), state(session)
+    fork, before = session.fork(), whole_state(session)
     for action in more:
         on_its_own(fork, action)
-    assert same(state(session), before)
-    after = state(fork)
+    assert same(whole_state(session), before)
+    after = whole_state(fork)
     for action in more:
         on_its_own(session, action)
-    assert same(state(fork), after)
+    assert same(whole_state(fork), after)
 
 
 def edited(policy: str = "full", budget: int = 128) -> Session:
@@ -258,16 +260,16 @@ def test_a_long_insertion_does_not_depend_on_the_prefill_step(prefill_step: int)
 @pytest.mark.parametrize("recompute", ["none", "suffix"])
 def test_an_edit_that_is_prepared_has_changed_nothing(recompute) -> None:
     session, done = edited("sliding", 64), edited("sliding", 64)
-    before = state(session)
+    before = whole_state(session)
     complete, evaluated = prepare_edit(session.core.memory, 9, 16, TEXT[:4], recompute, 512)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     successor = session.core.memory.successor()
     memory, _ = complete(successor)
     assert memory.tokens == TEXT[:9] + TEXT[:4] + TEXT[16:]
     assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == evaluated
     assert torch.equal(memory.logits(), done.logits)
     successor.cache.rollback()
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     done = edited("sliding", 64)
     for each in (session, done):
         each.feed(TEXT * 2)
@@ -300,17 +302,17 @@ WRONG = {
 @pytest.mark.parametrize(("error", "wrong"), WRONG.values(), ids=WRONG)
 def test_an_edit_that_cannot_be_is_refused(error, wrong) -> None:
     session = edited()
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(error) as raised:
         wrong(session)
     assert len(str(raised.value)) > 20
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 @pytest.mark.parametrize("recompute", ["none", "suffix"])
 def test_what_is_forgotten_cannot_be_edited(recompute: str) -> None:
     session = edited("sliding", 24)
-    before = state(session)
+    before = whole_state(session)
     for start, end in ((2, 6), (30, 40), (20, 35)):
         with pytest.raises(InvalidArgument, match=NOT_HELD):
             session.delete(start, end, recompute)
@@ -318,15 +320,15 @@ def test_what_is_forgotten_cannot_be_edited(recompute: str) -> None:
         session.insert(20, "x", recompute)
     with pytest.raises(InvalidArgument, match=NOT_HELD):
         session.make_room(4)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 def test_an_insertion_among_the_oldest_of_a_full_window_does_not_fit() -> None:
     session = edited("sliding", 24)
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(ContextFull, match="do not fit"):
         session.insert(36, "too long")
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     session.insert(50, "fits")
     assert session.cache.cells == 24
 
@@ -345,10 +347,10 @@ def test_make_room_drops_what_follows_the_beginning_and_goes_on() -> None:
 def test_make_room_takes_no_pinned_token_out() -> None:
     session = edited()
     session.pin(10, 12)
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match="pinned"):
         session.make_room(20)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     session.make_room(20, bridge="", keep=12)
     assert len(session.tokens) == len(TEXT) - 20
 
@@ -364,10 +366,10 @@ def test_self_extend_groups_cells_by_where_an_edit_has_put_them() -> None:
     assert found[-32:] == list(range(31, -1, -1))
     far = found[:-32]
     assert all(sum(each == group for each in far) <= 4 for group in far)
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match='needs recompute="suffix"'):
         session.delete(len(session.tokens) - 9, len(session.tokens) - 5)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     session.delete(len(session.tokens) - 9, len(session.tokens) - 5, "suffix")
 
 
@@ -473,14 +475,14 @@ def test_an_edit_that_fails_inside_the_model_changes_nothing(call, policy: str) 
         session.feed(TEXT)
     if policy != "full":
         session.pin(51, 53)
-    before, spans = state(session), session.spans
+    before, spans = whole_state(session), session.spans
     broken = model.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = broken.clone()
     broken[3, 3] = torch.nan
     with pytest.raises(NonFiniteLogits):
         call(session)
     broken.copy_(sound)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     assert session.spans == spans
     call(session)
     session.feed(TEXT)

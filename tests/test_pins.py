@@ -6,8 +6,8 @@ from dense_reference import DenseMemory
 from edit_actions import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_state import same, whole_state
 from test_edits import distances, held
-from test_invariants import same, state
 
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument
@@ -188,7 +188,7 @@ def test_pins_are_restored_from_a_file(tmp_path) -> None:
         each.feed(TEXT * 2)
         each.unpin(22, 26)
         each.feed(TEXT)
-    assert same(state(session), state(restored))
+    assert same(whole_state(session), whole_state(restored))
     assert {20, 21} < set(held(restored))
 
 
@@ -222,19 +222,19 @@ REFUSED = {
 @pytest.mark.parametrize("refused_call", REFUSED.values(), ids=REFUSED)
 def test_an_invalid_pin_is_refused(refused_call) -> None:
     session, _ = pinned_session()
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument):
         refused_call(session)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 def test_the_whole_budget_cannot_be_pinned() -> None:
     session = MODEL.session(8, keep=2)
     session.feed(TEXT[:8])
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match="room for a window"):
         session.pin(2, 8)
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     session.pin(2, 7)
     session.feed(TEXT)
     assert held(session) == [*range(7), len(session.tokens) - 1]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from dense_reference import DenseMemory
 from edit_actions import MODEL
+from session_state import held_state, same, whole_state
 from test_edits import distances, held
-from test_invariants import same, state
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.session import Session
@@ -72,22 +72,22 @@ def test_a_discard_larger_than_the_window_is_refused(discard: int) -> None:
         shifting(discard)
     session = shifting(5)
     session.feed(TEXT)
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match=r"1 to 16.*found"):
         session.discard = discard
     assert session.discard == 5
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 def test_pins_and_keep_must_leave_a_window_of_discard_cells() -> None:
     session = shifting(12)
     session.feed(TEXT[:20])
-    before = state(session)
+    before = whole_state(session)
     with pytest.raises(InvalidArgument, match="discard must be 1 to 11"):
         session.pin(8, 13)
     with pytest.raises(InvalidArgument, match="discard must be 1 to 11"):
         session.keep = 9
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])
@@ -108,4 +108,4 @@ def test_shift_with_discard_1_equals_sliding_bit_for_bit(keep: int) -> None:
         for each in (shift, sliding):
             each.feed(part)
         assert torch.equal(shift.logits, sliding.logits)
-    assert same(state(shift), state(sliding))
+    assert same(held_state(shift), held_state(sliding))

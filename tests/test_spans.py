@@ -4,7 +4,7 @@ import pytest
 from edit_actions import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_invariants import same, state
+from session_state import same, whole_state
 
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument, KvkeepError
@@ -122,11 +122,11 @@ def test_a_span_says_how_much_of_it_is_remembered() -> None:
     session.feed([1])
     assert session.spans["all"].remembered == 18
     assert session.spans["all"].partly_forgotten
-    before = state(session)
+    before = whole_state(session)
     for refused in (session.delete, session.pin, lambda name: session.replace(name, None, "x")):
         with pytest.raises(InvalidArgument, match="not all in the cache"):
             refused("all")
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
 
 
 def test_an_exception_leaves_the_name_free_and_the_tokens_there() -> None:
@@ -161,7 +161,7 @@ def test_a_block_in_which_earlier_text_is_edited_names_what_came_in_it() -> None
 
 def test_names_that_cannot_be_are_refused() -> None:
     session = template()
-    before, spans = state(session), session.spans
+    before, spans = whole_state(session), session.spans
     with pytest.raises(InvalidArgument, match="'task' already"), session.span("task"):
         session.feed("never")
     for call in (session.delete, session.pin, session.unpin):
@@ -171,7 +171,7 @@ def test_names_that_cannot_be_are_refused() -> None:
         session.delete("task", 20)
     with pytest.raises(InvalidArgument, match="no span 'tusk'"):
         session.replace("tusk", None, "x")
-    assert same(state(session), before)
+    assert same(whole_state(session), before)
     assert session.spans == spans
     with pytest.raises(InvalidArgument, match="already"), session.span("outer"):  # noqa: SIM117
         with session.span("outer"):
