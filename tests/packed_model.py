@@ -182,6 +182,7 @@ STATE_LAYERS = {
 }
 STATE_LAYERS["delta_net, tiled"] = replace(STATE_LAYERS["delta_net"], tiled_output=True)
 STATE_LAYERS["mamba2, no norm"] = replace(STATE_LAYERS["mamba2"], norm="none")
+STATE_LAYERS["mamba2, one block a layer"] = replace(STATE_LAYERS["mamba2"], layers=(0, 4))
 STATE_LAYERS["mamba2, beside attention"] = replace(
     STATE_LAYERS["mamba2"],
     proj_bias=False,
@@ -196,6 +197,8 @@ STATE_LAYERS["mamba2, beside attention"] = replace(
 def spec_with_states(kind: str) -> ModelSpec:
     """Return a spec with four layers, of which the third attends, or all, as in Falcon-H1."""
     spec = replace(spec_of(), layers=4, states=STATE_LAYERS[kind])
+    if kind == "mamba2, one block a layer":  # as in Nemotron-H
+        return replace(spec, layers=6, mlp_layers=(1, 3, 5), activation="relu2")
     if not STATE_LAYERS[kind].beside_attention:
         return spec
     return replace(

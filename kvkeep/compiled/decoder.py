@@ -45,7 +45,7 @@ def unsupported_reason(spec: ModelSpec, layout: Layout) -> str:
         (layout.dtype is not torch.bfloat16, f"support bfloat16, not {dtype_name}"),
         (state_reason, state_reason),
         (factor_reason, factor_reason),
-        (spec.mlp_layers is not None, "need an MLP behind the attention or state of every layer"),
+        (spec.expert_latent_size, "compute no experts with a width of their own"),
         (spec.altup_inputs, f"support one residual stream, not {spec.altup_inputs} (AltUp)"),
         (bad_head_dims, f"support head_dim {', '.join(map(str, HEAD_DIMS))}, not {bad_head_dims}"),
         (has_other_table, "need a RoPE frequency for each pair of a head"),

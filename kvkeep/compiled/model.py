@@ -70,12 +70,12 @@ def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c
     groups = kernel_groups(spec)
     c_layers = [_describe_layer(spec, operands, i, groups, sampled) for i in range(spec.layers)]
     c_groups = [_describe_group(spec, operands, *group) for group in groups]
-    gate_names = [name for name in operands.shapes if name.endswith(".mlp.gate_proj.weight")]
+    up_names = [name for name in operands.shapes if name.endswith(".mlp.up_proj.weight")]
     model = c.CModel(
         **{field: getattr(spec, field) for field in _SPEC_FIELDS},
         layer_count=len(c_layers),
         group_count=len(c_groups),
-        mlp_size=max((operands.shapes[name][0] for name in gate_names), default=0),
+        mlp_size=max((operands.shapes[name][0] for name in up_names), default=0),
         norm_offset=float(spec.unit_norms),
         embedding_multiplier=embedding_multiplier(spec, torch.bfloat16),
         activation=GATINGS.index(spec.gating),
@@ -146,7 +146,9 @@ def _describe_layer(
         group = spec.group_of(index)
         layer.group = groups.index((group, group.query_scale(index)))
         layer.cell_layer = spec.layers_with_cells(group).index(spec.kv_source(index))
-    if spec.experts_beside or not has_experts:
+    if spec.mlp_layers is not None and spec.has_mlp(index):  # its input has the only norm
+        layer.mlp_norm = layer.attention_norm
+    if spec.has_mlp(index) and (spec.experts_beside or not has_experts):
         layer.mlp = _describe_mlp(f"{prefix}mlp", describe)
     if has_experts:
         layer.experts = pointer(_describe_experts(spec, operands, prefix, sampled))

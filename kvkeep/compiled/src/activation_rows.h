@@ -47,6 +47,7 @@ enum GateActivation : std::int32_t {
   kSilu,         // x * sigmoid(x)
   kGeluTanh,     // GELU by tanh (arXiv:1606.08415)
   kClampedSilu,  // x * sigmoid(1.702 x), and up + 1, both clamped to 7 (gpt-oss, arXiv:2508.10925)
+  kSquaredRelu,  // the square of a ReLU, of the up projection, without a gate (arXiv:2109.08668)
 };
 
 inline Floats activate_gate(GateActivation activation, Floats gate, Floats up) {
@@ -69,8 +70,15 @@ inline void activate_rows(GateActivation activation, const Mlp& mlp, int block,
   Floats gates[kMaxRows], ups[kMaxRows];
   for (const int end = first + count; first < end; first += kMaxRows) {
     const int batch = std::min(kMaxRows, end - first);
-    multiply(mlp.gate, block, input, first, batch, gates);
     multiply(mlp.up, block, input, first, batch, ups);
+    if (activation == kSquaredRelu) {
+      for (int i = 0; i < batch; ++i) {
+        const Floats up = max(ups[i], zeros());
+        store_rounded(out.row(first + i) + block * kBlock, up * up);
+      }
+      continue;
+    }
+    multiply(mlp.gate, block, input, first, batch, gates);
     for (int i = 0; i < batch; ++i)
       store_rounded(out.row(first + i) + block * kBlock,
                     activate_gate(activation, gates[i] * splat(multiplier), ups[i]));

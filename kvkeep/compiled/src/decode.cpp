@@ -93,16 +93,18 @@ class DecodeForward {
     }
     for (int l = 0; l < model_.layer_count; ++l) {
       const Layer& layer = model_.layers[l];
-      team_.run_shared_then_wait(me, count, 1,
-                                 [&](int i) { normalise_residual(i, layer.attention_norm); });
+      if (layer.state || layer.output.rows)
+        team_.run_shared_then_wait(me, count, 1,
+                                   [&](int i) { normalise_residual(i, layer.attention_norm); });
       clock.ends(Phase::kNorms);
       if (layer.state) mix_by_state(me, layer, *layer.state, clock);
       if (layer.output.rows) attend(me, layer, clock);
-      if (!model_.parallel)
+      const bool has_mlp = layer.mlp.down.rows || layer.experts;
+      if (has_mlp && !model_.parallel)
         team_.run_shared_then_wait(me, count, 1,
                                    [&](int i) { normalise_residual(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
-      add_mlp(me, layer);
+      if (has_mlp) add_mlp(me, layer);
       if (layer.per_layer_input) add_per_layer_input(me, l, *layer.per_layer_input);
       if (layer.output_scale != 1.f)
         team_.run_shared_then_wait(me, count, 1, [&](int i) { scale(i, layer.output_scale); });
@@ -352,7 +354,7 @@ class DecodeForward {
   // Compute the MLP's activations: [sequences, MLP size].
   ActivationRows activate(int me, const Mlp& mlp) {
     ActivationRows activated = with_columns(activated_, mlp.down.columns);
-    team_.run_shared_then_wait(me, mlp.gate.blocks(), 8, [&](int block) {
+    team_.run_shared_then_wait(me, mlp.up.blocks(), 8, [&](int block) {
       activate_rows(static_cast<GateActivation>(model_.activation), mlp, block, normed_, 0,
                     step_.sequence_count, activated, model_.gate_multiplier);
     });

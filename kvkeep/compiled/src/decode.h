@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 12;
+constexpr int kRevision = 13;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed
@@ -54,7 +54,8 @@ struct PerLayerInput {
 // key has no rows where the layer attends to the cells of another layer and stores none. value has
 // no rows there either, nor where values are keys before these are normed and rotated. With gates
 // on attention, query has the rows of all heads' queries and then those of all heads' gates.
-// A layer without attention has none of the three, no output and no cells.
+// A layer without attention has none of the three, no output and no cells. Where it has no state
+// either, it is only an MLP; a layer without an MLP has neither mlp nor experts.
 // Norms are [hidden], or null: of the inputs of attention and MLP, and of their outputs. query_norm
 // and key_norm: [head_dim], or of all heads together (Model::qk_norm_whole); or null.
 struct Layer {

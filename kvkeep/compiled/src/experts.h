@@ -67,7 +67,7 @@ class ExpertForward {
                          activate_rows(activation, mixture.experts[expert], block, inputs_, first,
                                        count, activated_);
                        });
-    const int blocks = shared ? mixture.shared.gate.blocks() : 0;
+    const int blocks = shared ? mixture.shared.up.blocks() : 0;
     team.run_shared_then_wait(me, blocks, 8, [&](int block) {
       activate_rows(activation, mixture.shared, block, input, 0, sequences_, shared_activated_);
     });

@@ -22,6 +22,7 @@ struct Matrix {
 };
 
 // A gated MLP (SwiGLU, arXiv:2002.05202): gate and up [MLP size, hidden], down [hidden, MLP size].
+// Without a gate, it has no rows.
 struct Mlp {
   Matrix gate, up, down;
 };
