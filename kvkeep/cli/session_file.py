@@ -73,7 +73,8 @@ def resume(file: ReadablePath, memory: MemoryOptions, progress: bool) -> OpenedS
         )
     if is_given("prefill_step"):
         session.prefill_step = memory.prefill_step
-    session.checkpoint_bytes = memory.checkpoint_bytes
+    if is_given("checkpoint_bytes"):
+        session.checkpoint_bytes = memory.checkpoint_bytes
     notes, seed = checked_notes(file, snapshot), snapshot.sampler.get("seed")
     return OpenedSession(model, session, notes, len(snapshot.tokens), seed)
 

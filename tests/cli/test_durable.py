@@ -392,6 +392,14 @@ CHAT = ["chat", "-n", 6, "--max-kv-size", 64, "--seed", 1, "--no-progress"]
 SYSTEM = ["--system", "You speak of roses."]
 
 
+def test_the_limit_of_checkpoints_is_saved(invoke, hybrid_folder: Path, home: Path) -> None:
+    asked = ("generate", "--session", "s", "-n", 2, *QUIET, "-m", hybrid_folder)
+    invoke(*asked, "-p", TEXT, "--checkpoints", "3MB")
+    for given, expected in (((), 3_000_000), (("--checkpoints", "0"), 0), ((), 0)):
+        assert invoke(*asked, *given).exit_code == 0
+        assert _saved(home, "s").checkpoints.max_bytes == expected
+
+
 def test_a_chat_resumes(invoke, tiny, home) -> None:
     invoke(*CHAT, *SYSTEM, "--session", "s", *tiny, input="One?\n")
     invoke(*CHAT, "-c", *tiny, input="Two?\n")
