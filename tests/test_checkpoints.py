@@ -138,6 +138,14 @@ def test_an_edit_removes_the_checkpoints_after_it() -> None:
     require_close(fork, fed(5))
 
 
+def test_compression_removes_those_that_it_makes_useless() -> None:
+    session = fed(1000)
+    assert session.memory_use.checkpoints > 0
+    session.compress(2.0, method="fitted")
+    assert session.checkpoints == []
+    assert session.memory_use.checkpoints == 0
+
+
 def test_messages_begin_at_checkpoints(model: Model) -> None:
     session = fed(330, model)
     for _ in range(20):
