@@ -111,7 +111,8 @@ class Conversation:
         """Return the tokens to prefill so that the model answers: those not in memory yet.
 
         An answer that was cut off is closed first; a complete one has its end-of-turn token in
-        memory already. An end token that is not the template's is removed from the session.
+        memory already. An end token that is not the template's is removed from the session, unless
+        a bounded session cannot be rewound.
         """
         tokens, spans = self.session.tokens, self.session.span_ranges
         if not tokens:
@@ -122,10 +123,10 @@ class Conversation:
             return encode_pieces(self.codec, [opening, *rest])[0]
         closing_ids = self.codec.encode_sealed(self._answer_end)
         ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
-        has_other_end_token = tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0]
-        if has_other_end_token and not self.session.cache.recurrent_states:
+        if tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0]:
             # An end token other than the template's: no turn followed it in training.
-            self.session.rewind(1)
+            with suppress(InvalidArgument):  # evicted states and tokens cannot be rewound
+                self.session.rewind(1)
         return ids[overlap_length(self.session.tokens, ids[: len(closing_ids)]) :]
 
     def name_turn(self, question: str, num_prefilled: int, num_generated: int = 0) -> None:

@@ -36,10 +36,14 @@ def say(conversation: Conversation, question: str, answer: str) -> Session:
     return session
 
 
+@pytest.mark.parametrize("keeps_states", [False, True])
 @pytest.mark.parametrize("system", [None, SYSTEM])
 @pytest.mark.parametrize("ending", ["<|im_end|>", "", "<|endoftext|>"])
-def test_memory_holds_what_the_template_renders(model: Model, system, ending) -> None:
+def test_memory_holds_what_the_template_renders(
+    model: Model, hybrid_folder: Path, keeps_states: bool, system, ending
+) -> None:
     """How an answer ended: by itself, cut short, or with another end token."""
+    model = load_model(str(hybrid_folder), dtype="float32") if keeps_states else model
     session = model.session()
     eos = model.text.encode("<|im_end|><|endoftext|>", special=True)
     conversation = Conversation(session, model.text, tuple(eos), system)
