@@ -202,10 +202,12 @@ def _match_record(
         return Match()
     if _reuse_settings(session) != _reuse_settings(empty_session):
         return Match(common_tokens=common_tokens, reason="settings")
-    resumable = not record.busy and not record.first_edit
+    # A session from a file, or one that was added, may have been edited without the engine.
+    if record.first_edit or session.core.memory.was_edited_in_place:
+        return Match(common_tokens=common_tokens, reason="edited")
     # The session's last token was sampled. At least one token of the prompt is left to evaluate.
     follows_sampled = common_tokens == record.sampled_length == len(session.tokens) < len(ids)
-    if resumable and follows_sampled and (may_take_over or session.holds_all):
+    if not record.busy and follows_sampled and (may_take_over or session.holds_all):
         return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
     reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
     reused_tokens = _end_of_reuse(record, reusable_tokens)
@@ -219,8 +221,6 @@ def _match_record(
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
     """Return how many of the first `limit` cells depend on their tokens alone, and why not all."""
     session, cache = record.live, record.live.cache
-    if record.first_edit:
-        return 0, "edited"
     if any(segment.compressed for segment in cache.segments):
         return 0, "compressed"
     if cache.layout.quantised or cache.far_layout.quantised:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,6 +168,21 @@ class Memory:
     def holds_all(self) -> bool:
         """Whether all tokens are held; in local layers those of a window."""
         return self.num_held == len(self.tokens) and self.holds_overwritten()
+
+    @property
+    def was_edited_in_place(self) -> bool:
+        """Whether some cells may have been computed with other earlier tokens than they have now.
+
+        The clock counts tokens as they came, and those that were put between others have newer
+        serials than the ones after them. Where as many were removed as inserted, the cells in
+        between are seen at another distance; after an eviction, all anchors are.
+        """
+        serials = np.frombuffer(self.serials.array(), dtype=np.int64)
+        if self.cache.time != len(serials) or bool((np.diff(serials) < 0).any()):
+            return True
+        maps = [segment.position_map for segment in self.cache.segments]
+        is_moved = any(each.group == 1 and each.offset for each in maps)
+        return is_moved and self.cache.cells == len(serials)
 
     def holds_overwritten(self, removed_count: int = 0) -> bool:
         """Whether the next token would find whole local windows, and states, after a removal.

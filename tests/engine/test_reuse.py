@@ -1,5 +1,7 @@
 """What an engine reuses of earlier prompts changes no bit of a generation."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from small_models import small_model
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
 from kvkeep.model import Model
+from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 MODEL = small_model()
 FULL: dict[str, Any] = {"policy": "full", "max_kv_size": 600}
@@ -93,6 +97,41 @@ def test_a_saved_session_records_whether_its_last_token_was_sampled(
         engine.inspect("a", "0", lambda kept: None).result()
         (result,) = Request(first.tokens + text(60, 11), 3).do(engine)
     assert result.reuse.tokens == (55 if written else 32)
+
+
+def moved(session: Session) -> None:
+    """Remove three tokens and insert three later: the clock is as before."""
+    session.delete(20, 23)
+    session.insert(50, [1, 2, 3])
+    session.rewind(len(session.tokens) - 52)
+    session.feed(text(150, 5))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda x: x.replace(5, 15, text(10, 11)), lambda x: x.delete(0, 5), moved],
+    ids=["replace", "delete", "move"],
+)
+def test_a_session_that_was_edited_outside_the_engine_is_not_reused(
+    edit: Callable[[Session], object], tmp_path: Path
+) -> None:
+    """As in `kvkeep chat --store`, which keeps the engine's notes on the session."""
+    settings, path = {**FULL, "prefill_step": 32}, tmp_path / "0" / "a.kvkeep"
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        Create("a", ()).do(engine)
+        Request(text(200), 3, session="a").do(engine)
+    snapshot = Snapshot.load(path)
+    session = MODEL.restore(snapshot)
+    edit(session)
+    replace(session.snapshot(), notes=snapshot.notes).save(path)
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        (again,) = Request((7,), 3, session="a").do(engine)
+        prompts = tuple(again.tokens)[:190] + text(9), tuple(again.tokens) + text(9)
+        for prompt in prompts:
+            reuse = engine.explain(prompt).result().reuse
+            assert (reuse.tokens, reuse.reason) == (0, "edited")
+        (result,) = Request(prompts[1], 5).do(engine)
+    assert result.same(answered(settings, [Request(prompts[1], 5)]))
 
 
 @pytest.mark.parametrize("step", [5, 33])
