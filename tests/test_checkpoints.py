@@ -55,6 +55,13 @@ def test_taking_a_beginning_changes_nothing_in_the_session(model: Model) -> None
     require_same_future(session, untouched)
 
 
+def test_the_error_of_a_beginning_names_the_checkpoints(model: Model) -> None:
+    session = fed(300, model)
+    ends = ", ".join(map(str, session.checkpoints))
+    with pytest.raises(InvalidArgument, match=rf"after 17 tokens.* all 300 .*\({ends}\)"):
+        session.beginning(17)
+
+
 @pytest.mark.parametrize("rewound_to", range(140, 1000, 60))
 def test_a_beginning_takes_no_windows_that_a_rewind_computed_anew(rewound_to: int) -> None:
     """They differ by rounding, because they were evaluated in other steps."""

@@ -363,10 +363,16 @@ class Memory:
         held, total = self.num_held, len(self.tokens)
         # The local windows that are held may have been computed anew, in other steps.
         checkpoint = self._checkpoint_at(count)
-        if held != total or not (checkpoint or self.holds_overwritten(total - count)):
+        if held != total:
             raise InvalidArgument(
                 f"the first {count} tokens are not all in the cache: only the last {held} of "
-                f"{total} are, without a gap, or layers have no checkpoint there"
+                f"{total} are, without a gap"
+            )
+        if not (checkpoint or self.holds_overwritten(total - count)):
+            ends = ", ".join(str(each.num_tokens) for each in self.checkpoints.entries)
+            raise InvalidArgument(
+                f"local windows or states after {count} tokens are not held: expected all {total} "
+                f"tokens, or as many as a checkpoint has ({ends or 'there is none'})"
             )
         memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
