@@ -58,6 +58,7 @@ class ModelFacts:
     vocabulary: int  # tokens
     groups: tuple[GroupFacts, ...]  # layers that see everything first
     state_layers: int  # layers that keep a state instead of cells
+    mlp_layers: int  # layers with an MLP, or experts, and nothing else
     state_bytes: int  # bytes of a session's states
     checkpoint_bytes: int  # bytes of one checkpoint: of states, and of full windows
     trained: int  # the context length, in tokens
@@ -121,6 +122,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         vocabulary=spec.vocab_size,
         groups=groups,
         state_layers=len(spec.states.layers) if spec.states else 0,
+        mlp_layers=len(spec.mlp_layers or ()),
         state_bytes=state_bytes,
         checkpoint_bytes=state_bytes
         + sum(x.cell_bytes * (x.window + UNDO_TOKENS) for x in groups if x.window is not None),
@@ -159,6 +161,8 @@ def _find_folder(name: str) -> Path:
             "from its files"
         )
     folder = local_folder(name)
+    if folder is None and Path(name).expanduser().is_file():
+        raise ModelNotFound(f"{name!r} is not converted yet: convert it with `kvkeep pull {name}`")
     if folder is None:
         raise ModelNotFound(
             f"{name!r} is not among the models on this machine (`kvkeep models` lists them): fetch "

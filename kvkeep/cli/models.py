@@ -117,6 +117,8 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     if facts.state_layers:
         state = f"a state, {format_mb(facts.state_bytes)} for each session"
         yield "", f"{facts.state_layers} with {state}"
+    if facts.mlp_layers:
+        yield "", f"{facts.mlp_layers} with an MLP alone"
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
     size = format_mb(facts.weight_bytes)
@@ -145,7 +147,8 @@ def _group_description(group: "GroupFacts") -> str:
     """Return a line about a group of layers whose attention has the same shape."""
     attended = "all tokens" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
-    unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
+    part = "" if group.unrotated == group.layers else f"{group.unrotated} of them "
+    unrotated = f", {part}without RoPE" if group.unrotated else ""
     shared = f", {group.shared} of them with shared cells" if group.shared else ""
     return f"{group.layers} with {heads}, attending to {attended}{unrotated}{shared}"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.test_gguf_families import random_model, write
 from tiny_gguf import tiny_llama, write_gguf
 
 import kvkeep
@@ -41,6 +42,19 @@ def facts_of(invoke, *asked: object) -> dict[str, Any]:
     shown = invoke("models", "show", *asked, "--json")
     assert shown.exit_code == 0, shown.stderr
     return json.loads(shown.stdout)
+
+
+def test_show_names_layers_of_each_kind(invoke, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    file = write(tmp_path / "m.gguf", "nemotron-h", random_model("nemotron-h"))
+    assert "convert it with `kvkeep pull" in invoke("models", "show", file).stderr
+    assert invoke("pull", file).exit_code == 0
+    shown = invoke("models", "show", file)
+    assert shown.exit_code == 0, shown.stderr
+    lines = [line.strip() for line in shown.stdout.splitlines()]
+    assert "2 with 2 KV heads of 32, attending to all tokens, without RoPE" in lines
+    assert "3 with a state, 0.1 MB for each session" in lines
+    assert "3 with an MLP alone" in lines
 
 
 def test_show_agrees_with_the_loaded_model(invoke, smollm2: Model) -> None:
