@@ -18,7 +18,6 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 from kvkeep import load_model
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.products import ProductExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, output_columns
@@ -707,8 +706,7 @@ def test_fused_matrices_are_split_and_reordered_when_packed(
     reference = random_model(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
     compiled = kernel_library() is not None and kind not in BY_TORCH
-    executor = ProductExecutor if kind == "nemotron-h" else CompiledExecutor
-    assert isinstance(model.decoder.executor, executor) == compiled
+    assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {}
     for name, tensor in reference.state_dict().items():
         if tensor.dim() > 1:
