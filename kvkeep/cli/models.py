@@ -120,7 +120,9 @@ def _describe_facts(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     if facts.mlp_layers:
         yield "", f"{facts.mlp_layers} with an MLP alone"
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
-    yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
+    has_rope = any(group.unrotated < group.layers for group in facts.groups)
+    rope = f"RoPE {facts.rope}" if has_rope else "no RoPE"
+    yield "trained", f"to {facts.trained:,} tokens; {rope}"
     size = format_mb(facts.weight_bytes)
     yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
     if facts.sparse_layers:

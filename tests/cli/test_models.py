@@ -55,6 +55,7 @@ def test_show_names_layers_of_each_kind(invoke, tmp_path: Path, monkeypatch) -> 
     assert "2 with 2 KV heads of 32, attending to all tokens, without RoPE" in lines
     assert "3 with a state, 0.1 MB for each session" in lines
     assert "3 with an MLP alone" in lines
+    assert "trained      to 1,048,576 tokens; no RoPE" in lines
 
 
 def test_show_agrees_with_the_loaded_model(invoke, smollm2: Model) -> None:
