@@ -97,6 +97,9 @@ print(json.dumps([fitted, torch.get_num_threads()]))
         ("max", {}, 16),
         ("150000", {"OMP_NUM_THREADS": "16"}, 16),
         ("150000", {"MKL_NUM_THREADS": "16"}, 16),
+        ("max", {"OMP_THREAD_LIMIT": "3"}, 3),
+        ("max", {"OMP_THREAD_LIMIT": "40"}, 16),
+        ("150000", {"OMP_THREAD_LIMIT": "3", "OMP_NUM_THREADS": "16"}, 3),
     ],
 )
 def test_torch_is_limited_to_the_quota_unless_a_number_was_chosen(
@@ -104,9 +107,8 @@ def test_torch_is_limited_to_the_quota_unless_a_number_was_chosen(
 ) -> None:
     """Once: a number that the program sets later stays."""
     root = system(tmp_path, V2, {"sys/fs/cgroup/user/of/cpu.max": f"{limit} 100000"})
-    others = {
-        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    }
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+    others = {k: v for k, v in os.environ.items() if k not in variables}
     done = subprocess.run(
         [sys.executable, "-c", FITTED.format(root=str(root))],
         env=others | environment,

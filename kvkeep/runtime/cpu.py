@@ -38,13 +38,24 @@ def usable_threads(root: Path = Path("/")) -> int:
 def limit_torch_threads(root: Path = Path("/")) -> None:
     """Lower torch's number of threads to what can run at once; once in a process.
 
-    Does nothing if the environment sets a number. To use another one, call
-    `torch.set_num_threads` after the first model is loaded.
+    The quota does not count if the environment sets a number. OMP_THREAD_LIMIT always does: OpenMP
+    starts no more threads, and torch's bfloat16 products are wrong with fewer than it expects. To
+    use another number, call `torch.set_num_threads` after the first model is loaded.
     """
     import torch
 
+    threads = torch.get_num_threads()
+    most = min(threads, _openmp_limit() or threads)
     if cpu_quota(root) is not None and not any(map(os.environ.get, THREAD_VARIABLES)):
-        torch.set_num_threads(min(torch.get_num_threads(), usable_threads(root)))
+        most = min(most, usable_threads(root))
+    if most < threads:
+        torch.set_num_threads(most)
+
+
+def _openmp_limit() -> int | None:
+    """Return the most threads that OpenMP starts; None without a limit."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    return int(limit) or None if limit.isdecimal() else None
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
