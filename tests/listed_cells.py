@@ -8,6 +8,7 @@ from torch import Tensor
 from kvkeep.cache import Cells, RaggedCells
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import Network
+from kvkeep.models.layers.states import StepStates
 from kvkeep.session.session import Session
 
 
@@ -28,8 +29,10 @@ class ListedCells:
         self.values: dict[tuple[int, int], Tensor] = {}
         self.bias: dict[tuple[int, int], Tensor] = {}
         self.offsets: dict[tuple[int, int], Tensor] = {}
+        self.recurrent_states = cache.recurrent_states
+        self.cell_layers = self.spec.layers_with_cells(self.spec.groups[0])
         held = [segment.read(0, segment.length) for segment in cache.segments]
-        for layer in range(self.spec.layers):
+        for layer in range(len(self.cell_layers)):
             for head in range(self.spec.kv_heads):
                 place = layer, head
                 own = [of_head(cells, layer, head) for cells in held]
@@ -47,14 +50,18 @@ class ListedCells:
     def feed(self, tokens: list[int]) -> Tensor:
         """Feed tokens; return the logits after the last one."""
         for token in tokens:
-            hidden = self.network.forward(torch.tensor([token]), self)
+            states = None if self.spec.states is None else StepStates(self.spec.states, self)
+            hidden = self.network.forward(torch.tensor([token]), self, None, states)
+            if states is not None:
+                states.finish()
             self.time += 1
         return self.decoder.logits(hidden)[0]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups, outs = self.spec.heads // self.spec.kv_heads, []
         for head in range(self.spec.kv_heads):
-            place, key = (layer, head), self.rotate(k[0, head][None], torch.tensor([self.time]))
+            place = self.cell_layers.index(layer), head
+            key = self.rotate(k[0, head][None], torch.tensor([self.time]))
             self.keys[place] = torch.cat((self.keys[place], key))
             self.values[place] = torch.cat((self.values[place], v[0, head][None]))
             self.bias[place] = torch.cat((self.bias[place], torch.zeros(1)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from session_state import differences, whole_state
-from small_models import small_model
+from small_models import small_model, state_specs
 from topics import topic_ids
 from torch import Tensor
 
@@ -17,10 +17,12 @@ from kvkeep.compression.methods.base import ReconstructionScore
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.layers.network import DecoderLayer, Network
+from kvkeep.models.layers.states import StepStates
 from kvkeep.session.reconstruction import reconstruction_scores
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
+STATE_MODELS = {kind: small_model(spec=spec) for kind, spec in state_specs().items()}
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
 TOLERANCES = {"rtol": 1e-3, "atol": 1e-3}
 
@@ -35,12 +37,14 @@ class DenseAttention:
         self.shares: list[Tensor] = []  # per layer [heads, n, n]
         self.values: list[Tensor] = []  # per layer [n, heads, head_dim]
         self.streams: list[Tensor] = []  # the input of each layer, [n, hidden_size]
+        self.recurrent_states: dict[str, Tensor] = {}
 
     def read(self, ids: list[int]) -> None:
         layers: Any = [self.recording_layer(layer) for layer in self.network.layers]
         self.network.layers = layers
         with torch.inference_mode():
-            self.network.forward(torch.tensor(ids), self)
+            states = None if self.spec.states is None else StepStates(self.spec.states, self)
+            self.network.forward(torch.tensor(ids), self, None, states)
 
     def recording_layer(self, layer: DecoderLayer) -> Callable[..., Tensor]:
         """Return the layer, wrapped to record its input in `streams`."""
@@ -70,15 +74,15 @@ class DenseAttention:
         return torch.cat((pairs.real, pairs.imag), -1)
 
 
-def contributions(dense: DenseAttention, layer: int) -> Tensor:
+def contributions(dense: DenseAttention, index: int, layer: int) -> Tensor:
     """Return attention weights times the norm of each projected value, divided by the norm of each
     token's residual stream, `[heads, n, n]`.
     """
-    width, weights = dense.spec.head_dim, dense.shares[layer].clone()
+    width, weights = dense.spec.head_dim, dense.shares[index].clone()
     weight = dense.tensors[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
     for head in range(dense.spec.heads):
         head_weight = weight[:, head * width : (head + 1) * width]
-        weights[head] *= (head_weight @ dense.values[layer][:, head].T).norm(dim=0)
+        weights[head] *= (head_weight @ dense.values[index][:, head].T).norm(dim=0)
     return weights / dense.streams[layer].double().norm(dim=-1)[:, None]
 
 
@@ -87,7 +91,8 @@ def reference_scores(model: Model, ids: list[int], by: str = "attention") -> Ten
 
     A chunk begins with the last 24 tokens of the one before; the higher of their two scores counts.
     """
-    shape = (model.spec.layers, model.spec.kv_heads, len(ids))
+    layers = model.spec.layers_with_cells(model.spec.groups[0])
+    shape = (len(layers), model.spec.kv_heads, len(ids))
     encode, scores, done = model.text.encode, torch.full(shape, -math.inf), 0
     while done < len(ids):
         prompt, first = encode("\n\nRepeat the previous context exactly.\n\n"), max(0, done - 24)
@@ -96,10 +101,11 @@ def reference_scores(model: Model, ids: list[int], by: str = "attention") -> Ten
             prompt += ids[first - 8 : first] + encode("\n\n")
         part = ids[first : first + 512 - len(prompt)]
         cells = slice(first, first + len(part))
-        dense, start = DenseAttention(model), cells.stop + len(prompt)
-        dense.read(ids[: cells.stop] + prompt + part)
+        before = ids if model.spec.states else ids[: cells.stop]  # states have read all of it
+        dense, start = DenseAttention(model), len(before) + len(prompt)
+        dense.read(before + prompt + part)
         if by == "contribution":
-            dense.shares = [contributions(dense, layer) for layer in range(len(dense.shares))]
+            dense.shares = [contributions(dense, i, layer) for i, layer in enumerate(layers)]
         attention_given = torch.stack([s[:, start - 1 :, cells] for s in dense.shares])
         highest = attention_given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
         scores[..., cells] = torch.maximum(scores[..., cells], highest.log().float())
@@ -130,6 +136,19 @@ def test_contribution_scores_are_weighted_by_projected_values(count: int) -> Non
     torch.testing.assert_close(
         scores, reference_scores(MODEL, TEXT[:count], "contribution"), **TOLERANCES
     )
+
+
+@pytest.mark.parametrize("by", ["attention", "contribution"])
+@pytest.mark.parametrize("kind", STATE_MODELS)
+def test_a_model_with_states_repeats_after_the_whole_text(
+    kind: str, by: ReconstructionScore
+) -> None:
+    model, ids = STATE_MODELS[kind], TEXT[:600]
+    session = fed(ids, model)
+    before = whole_state(session)
+    scores = reconstruction_scores(session.core.memory, model.text, kind=by)
+    torch.testing.assert_close(scores, reference_scores(model, ids, by), rtol=1e-3, atol=5e-3)
+    assert not list(differences(before, whole_state(session)))
 
 
 @pytest.mark.parametrize("by", ["attention", "contribution"])

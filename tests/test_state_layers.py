@@ -141,7 +141,6 @@ REFUSED: dict[str, Callable[[Session], object]] = {
     "delete": lambda session: session.delete(3, 5),
     "insert": lambda session: session.insert(4, [7, 8]),
     "replace": lambda session: session.replace(4, 6, [9]),
-    "compress": lambda session: session.compress(2.0, method="knorm"),
 }
 
 

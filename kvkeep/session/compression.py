@@ -109,10 +109,11 @@ def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
 def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
     """Return a copy of the memory with all cells but sinks, newest and pinned ones compressed.
 
+    States stay as they are: they summarise all tokens, those of evicted cells too.
+
     Raises InvalidArgument before anything is evaluated.
     """
     plan.check()
-    memory.require_no_states("compressed", "save or fork it instead")
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" does not support compress(): policy="archive" '

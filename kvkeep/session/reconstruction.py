@@ -3,7 +3,8 @@
 KVzip, arXiv:2505.23416. The model is prompted to repeat the text and is then fed it, chunk by
 chunk, after the cells that it had prefilled by the end of that chunk. Cells with attention
 meanwhile are needed to know the text; the others can be evicted. (The paper appends each chunk to
-all cells. At 4,000 tokens that took a third longer, and found no more needles.)
+all cells. At 4,000 tokens that took a third longer, and found no more needles. A model with states
+does so here, too: its states are those after the whole text.)
 
 With chunks of four tokens that overlap by one, for a text a b c d e f:
 
@@ -106,7 +107,8 @@ def _score_chunk(
 ) -> Tensor:
     """Return the scores of the cells of a chunk that begins at `start`, `[layers, kv_heads, m]`."""
     prefix = memory.cache.fork()
-    prefix.drop_newest(prefix.cells - start - len(chunk))
+    if not memory.decoder.spec.keeps_states:
+        prefix.drop_newest(prefix.cells - start - len(chunk))
     step, norms = _evaluate(memory, prefix, prompt + chunk, kind)
     # The last token of the prompt is the query that looks for the first token of the chunk.
     query_rows = slice(len(prompt) - 1, None)
