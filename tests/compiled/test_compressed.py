@@ -4,7 +4,7 @@ import pytest
 import torch
 from compiled.test_decoding import by_torch, last
 from listed_cells import biased
-from packed_model import packed_model, spec_of
+from packed_model import packed_model, spec_of, spec_with_states
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Cells, Segment
@@ -38,6 +38,10 @@ def transplanted(session: Session, model: Model) -> Session:
             Segment.from_cells(there.layout, cells, segment.position_map, segment.is_anchor)
         )
     there.time, there.serial = cache.time, cache.serial
+    if model.spec.states is not None:
+        dtypes = model.spec.states.all_dtypes(there.layout.dtype)
+        states = cache.recurrent_states.items()
+        there.recurrent_states = {name: x.to(dtypes[name]) for name, x in states}
     other.core.memory.tokens, other.core.memory.serials = (
         session.tokens,
         session.core.memory.serials,
@@ -50,7 +54,16 @@ def transplanted(session: Session, model: Model) -> Session:
 def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, step: int
 ) -> None:
-    model = packed_model(spec_of(head_dim, family), None)
+    assert_as_near_as_torch(packed_model(spec_of(head_dim, family), None), step)
+
+
+@pytest.mark.parametrize("step", [1, 50])
+@pytest.mark.parametrize("kind", ["convolution", "delta_net", "mamba2, beside attention"])
+def test_with_states_logits_are_as_near_to_float32_as_torch(kind: str, step: int) -> None:
+    assert_as_near_as_torch(packed_model(spec_with_states(kind), None), step)
+
+
+def assert_as_near_as_torch(model: Model, step: int) -> None:
     assert isinstance(model.decoder.executor, CompiledExecutor)
     session = compressed(model)
     sessions = [session]
