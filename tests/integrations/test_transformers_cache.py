@@ -127,14 +127,12 @@ def test_recurrent_states_are_saved_and_forked_but_not_edited(name: str, tmp_pat
         assert torch.equal(greedy_logits(model, other, 12), expected)
     with pytest.raises(InvalidSnapshot, match="states"):
         KvkeepCache.restore(model, altered(cache.snapshot(), recurrent_states={}))
-    before, full = list(cache.tokens), KvkeepCache(model, 64, policy="full")
-    logits_of(model, full, ids)
+    before = list(cache.tokens)
     for edit in (
         lambda: cache.delete(3, 5),
         lambda: cache.insert(4, [7, 8]),
         lambda: cache.rewind(2),
         lambda: cache.crop(-2),
-        lambda: full.compress(2.0, method="knorm"),
     ):
         with pytest.raises(InvalidArgument):
             edit()
@@ -142,6 +140,20 @@ def test_recurrent_states_are_saved_and_forked_but_not_edited(name: str, tmp_pat
     cache.rewind(len(before))  # removing all tokens is always possible
     logits = logits_of(model, cache, ids[:20])
     assert torch.equal(logits, logits_of(model, KvkeepCache(model, 24, 2), ids[:20]))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_compressed_hybrid_keeps_its_states(name: str, tmp_path: Path) -> None:
+    model, ids = small_model(name), random_ids(60)
+    cache = KvkeepCache(model, 128, policy="full")
+    logits_of(model, cache, ids)
+    states = cache.session.cache.recurrent_states
+    assert cache.compress(2.0, method="knorm", recent=10).cells_after == 30
+    for key, state in cache.session.cache.recurrent_states.items():
+        assert torch.equal(state, states[key])
+    cache.snapshot().save(tmp_path / "cache")
+    restored = KvkeepCache.load(model, tmp_path / "cache")
+    assert torch.equal(greedy_logits(model, restored, 9), greedy_logits(model, cache, 9))
 
 
 def test_a_bounded_hybrid_evicts_cells_and_keeps_states() -> None:
