@@ -134,9 +134,9 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
             if len(cells)
         ]
     compressed_memory = memory.successor()
-    compressed_memory.checkpoints = memory.checkpoints.first(0)  # compressed tokens are not held
     new_cache = compressed_memory.cache
     new_cache.segments = merge_segments(segments)
+    compressed_memory.drop_unusable_checkpoints()
     sizes = (cells_before, new_cache.cells, bytes_before, new_cache.nbytes)
     report = CompressionReport(plan.method.name, budget, plan.ratio, *sizes, tuple(chunks))
     return compressed_memory, report

@@ -266,16 +266,22 @@ class Memory:
         """
         if not (self.overwrites and self.checkpoints.max_bytes > 0 and self.tokens):
             return
+        self.drop_unusable_checkpoints()
+        if self.holds_overwritten() and self._oldest_usable() <= len(self.tokens):
+            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(len(self.tokens)))
+
+    def drop_unusable_checkpoints(self) -> None:
+        """Drop checkpoints before tokens that have been evicted or compressed since."""
+        self.checkpoints = self.checkpoints.since(self._oldest_usable())
+
+    def _oldest_usable(self) -> int:
+        """Return after how many tokens a checkpoint can be used: later tokens are held."""
         segments, total = self.cache.segments, len(self.tokens)
         is_changed = any(s.compressed or s.position_map.group > 1 for s in segments)
-        if is_changed or self.cache.cells < total:
-            held = self.num_held
-            usable = total - held if self.decoder.spec.keeps_states or held == total else total + 1
-            self.checkpoints = self.checkpoints.since(usable)
-            if usable > total:
-                return
-        if self.holds_overwritten():
-            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(total))
+        if not is_changed and self.cache.cells >= total:
+            return 0
+        held = self.num_held
+        return total - held if self.decoder.spec.keeps_states or held == total else total + 1
 
     def usable_checkpoint(self, num_tokens: int) -> Checkpoint | None:
         """Return the newest checkpoint after at most `num_tokens` tokens, if it is still true.
