@@ -47,7 +47,7 @@ def whole_state(session: Session) -> Whole:
 
 
 def held_state(session: Session) -> Whole:
-    """What a session holds, to the bit: not its policy, nor where its storage ends."""
+    """Return the tokens, logits and cells of a session, without its policy and its storage."""
     return {
         "tokens": list(session.tokens),
         "time": session.cache.time,

@@ -181,7 +181,7 @@ def test_an_interrupted_call_is_all_or_nothing(name: str, breaking: Breaking) ->
 def test_an_interrupted_call_is_all_or_nothing_with_checkpoints(
     name: str, kind: str, breaking: Breaking
 ) -> None:
-    """Of models whose tokens overwrite windows and states."""
+    """Check models whose tokens overwrite windows and states."""
     check(CASES[name], OTHER_MODELS[kind], 5, breaking)
 
 

@@ -266,16 +266,17 @@ class Memory:
         """
         if not (self.overwrites and self.checkpoints.max_bytes > 0 and self.tokens):
             return
-        self.drop_unusable_checkpoints()
-        if self.holds_overwritten() and self._oldest_usable() <= len(self.tokens):
-            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(len(self.tokens)))
+        oldest, total = self._oldest_usable(), len(self.tokens)
+        self.checkpoints = self.checkpoints.since(oldest)
+        if oldest <= total and self.holds_overwritten():
+            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(total))
 
     def drop_unusable_checkpoints(self) -> None:
-        """Drop checkpoints before tokens that have been evicted or compressed since."""
+        """Drop checkpoints that evicted or compressed tokens have made useless."""
         self.checkpoints = self.checkpoints.since(self._oldest_usable())
 
     def _oldest_usable(self) -> int:
-        """Return after how many tokens a checkpoint can be used: later tokens are held."""
+        """Return after how many tokens, at least, a checkpoint can be used."""
         segments, total = self.cache.segments, len(self.tokens)
         is_changed = any(s.compressed or s.position_map.group > 1 for s in segments)
         if not is_changed and self.cache.cells >= total:

@@ -1,4 +1,4 @@
-"""What the parts of a session take in memory, and what going back would evaluate again."""
+"""Bytes of the parts of a session in memory, and the tokens that a rewind evaluates again."""
 
 from dataclasses import dataclass
 

@@ -435,7 +435,7 @@ class Session(SessionEdits):
 
     @property
     def memory_use(self) -> MemoryUse:
-        """What its parts take in memory, and how many tokens a rewind would evaluate again."""
+        """The bytes of its parts in memory, and how many tokens a rewind would evaluate again."""
         return memory_use(self.core.memory)
 
     @property

@@ -115,7 +115,7 @@ def moved(session: Session) -> None:
 def test_a_session_that_was_edited_outside_the_engine_is_not_reused(
     edit: Callable[[Session], object], tmp_path: Path
 ) -> None:
-    """As in `kvkeep chat --store`, which keeps the engine's notes on the session."""
+    """`kvkeep chat --store` edits such sessions, and keeps the engine's notes on them."""
     settings, path = {**FULL, "prefill_step": 32}, tmp_path / "0" / "a.kvkeep"
     with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
         Create("a", ()).do(engine)

@@ -188,7 +188,7 @@ def test_an_evicted_session_has_no_checkpoints_that_it_cannot_use(tmp_path: Path
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_without_checkpoints_goes_back_as_before(name: str, tmp_path: Path) -> None:
-    """As those of earlier formats: windows and states are computed anew from the first token."""
+    """Rewinds compute windows and states anew from the first token, as for earlier formats."""
     session = fed(MODELS[name], 400)
     older = replace(session.snapshot().memory, checkpoints=Checkpoints())
     snapshot = replace(session.snapshot(), memory=older)
