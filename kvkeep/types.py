@@ -9,3 +9,7 @@ BitsName = Literal["8", "8/4", "4"]  # of keys and values; "8/4": keys 8, values
 # For prompts longer than the context: an error, or the policy evicts their beginning.
 ContextPolicy = Literal["refuse", "slide"]
 KvBits = BitsName | Literal[8, 4]  # as Python callers may give it
+
+# How a prompt that differs from a session's text reuses its cells: the common beginning alone, or
+# what follows as well, by edits in place.
+AlignmentMode = Literal["exact", "in_place"]

@@ -224,16 +224,29 @@ def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> 
     return count
 
 
-@torch.inference_mode()
 def evaluate_segment(
     decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: int, anchor: bool = False
 ) -> Segment:
     """Evaluate tokens into a new segment of a cache, whatever its policy; return it, frozen."""
-    segment = cache.append_segment(len(ids), anchor)
-    for first in range(0, len(ids), step_size):
-        step_ids = ids[first : first + step_size]
-        tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
-        with cache.step(len(tokens)) as step:
-            _forward(decoder, tokens, step)
+    with torch.inference_mode():
+        segment = cache.append_segment(len(ids), anchor)
+    for _ in evaluate_into_segment(decoder, cache, ids, step_size):
+        pass
     segment.frozen = True
     return segment
+
+
+def evaluate_into_segment(
+    decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: int
+) -> Iterator[int]:
+    """Evaluate tokens into a cache's newest segment, which has room; yield the size of each step.
+
+    The cache is not used otherwise meanwhile.
+    """
+    for first in range(0, len(ids), step_size):
+        step_ids = ids[first : first + step_size]
+        with torch.inference_mode():
+            tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
+            with cache.step(len(tokens)) as step:
+                _forward(decoder, tokens, step)
+        yield len(step_ids)

@@ -5,7 +5,7 @@ positions closer, by the offset of their segments, and only the last token is ev
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,14 @@ from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.evaluation import evaluate_segment, reevaluate_last, refill_overwritten
+from kvkeep.session.evaluation import (
+    evaluate_into_segment,
+    reevaluate_last,
+    refill_overwritten,
+)
 from kvkeep.session.memory import Memory
 
-_LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
+LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
 
 
 @dataclass(frozen=True)
@@ -37,33 +41,66 @@ class InPlaceEdit:
     @classmethod
     def prepare(cls, memory: Memory, scope: EditScope, prefill_step: int) -> "InPlaceEdit":
         """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull for too many."""
+        preparation = cls.preparation(memory, scope, prefill_step)
+        while True:
+            try:
+                next(preparation)
+            except StopIteration as end:
+                edit: InPlaceEdit = end.value
+                return edit
+
+    @classmethod
+    def preparation(
+        cls, memory: Memory, scope: EditScope, prefill_step: int
+    ) -> Generator[int, None, "InPlaceEdit"]:
+        """Do as `prepare`, and yield the number of tokens of each step; return the edit.
+
+        The memory must not change meanwhile.
+        """
         if any(segment.position_map.group > 1 for segment in memory.cache.segments):
             raise InvalidArgument(
                 "grouped cells cannot be edited in place: policy "
                 f'"{memory.policy.name}" needs recompute="suffix"'
             )
         edit = cls(scope, _end_position(memory, scope), _count_evictions(memory, scope))
-        return edit._with_inserted(memory, prefill_step) if scope.ids else edit
+        if not scope.ids:
+            return edit
+        segment = yield from edit._evaluate_inserted(memory, prefill_step)
+        return replace(edit, inserted=[segment])
 
-    def _with_inserted(self, memory: Memory, prefill_step: int) -> "InPlaceEdit":
-        """Return the edit with the inserted tokens evaluated over the segments before them."""
+    def _evaluate_inserted(
+        self, memory: Memory, prefill_step: int
+    ) -> Generator[int, None, Segment]:
+        """Evaluate the inserted tokens over the segments before them; return their segment."""
         scope, prefix_memory = self.scope, copy.copy(memory)
         prefix_memory.tokens = memory.tokens.first(scope.start)
         prefix_memory.serials = memory.serials.first(scope.start)
         prefix_memory.cache = cache = memory.cache.new_empty()
-        prefix, suffix = self._split_segments(memory.cache)
-        cache.segments = [_hide_later_cells(segment, self.end_position) for segment in prefix]
-        cache.time, cache.serial = self.end_position - len(scope.ids), memory.cache.serial
-        refill_overwritten(prefix_memory, _LOCAL_WINDOWS)
-        # Bounded policies say what is an anchor. Otherwise cells leave the window in their order,
-        # so that no window cell may lie among those that have left it.
-        anchor = suffix[0].is_anchor if scope.keep is None else scope.permanent
-        segment = evaluate_segment(memory.decoder, cache, scope.ids, prefill_step, anchor)
-        return replace(self, inserted=[segment])
+        with torch.inference_mode():
+            prefix, suffix = self._split_segments(memory.cache)
+            cache.segments = [_hide_later_cells(segment, self.end_position) for segment in prefix]
+            cache.time, cache.serial = self.end_position - len(scope.ids), memory.cache.serial
+            refill_overwritten(prefix_memory, LOCAL_WINDOWS)
+            # Bounded policies say what is an anchor. Otherwise cells leave the window in their
+            # order, so that no window cell may lie among those that have left it.
+            anchor = suffix[0].is_anchor if scope.keep is None else scope.permanent
+            segment = cache.append_segment(len(scope.ids), anchor)
+        yield from evaluate_into_segment(memory.decoder, cache, scope.ids, prefill_step)
+        segment.frozen = True
+        return segment
 
-    @torch.inference_mode()
     def apply(self, memory: Memory) -> tuple[Memory, int]:
         """Apply the edit to a successor of the memory; see `EditCompletion`."""
+        cells_moved = self.splice(memory)
+        reevaluate_last(memory, *memory.pop_last(), LOCAL_WINDOWS)
+        return memory, cells_moved
+
+    @torch.inference_mode()
+    def splice(self, memory: Memory) -> int:
+        """Apply the edit without evaluating the last token anew, so that its logits are old.
+
+        Returns how many cells are seen from another distance.
+        """
         scope, cache = self.scope, memory.cache
         prefix, suffix = self._split_segments(cache)
         cache.segments = merge_small_segments([*prefix, *self.inserted, *suffix])
@@ -74,8 +111,7 @@ class InPlaceEdit:
             cache.evict_to(memory.policy.max_kv_size)
         if cache.local_cache is not None:
             cache.local_cache.evict_to(len(memory.tokens) - scope.end - scope.growth)
-        reevaluate_last(memory, *memory.pop_last(), _LOCAL_WINDOWS)
-        return memory, sum(segment.length for segment in prefix) if scope.growth else 0
+        return sum(segment.length for segment in prefix) if scope.growth else 0
 
     def _split_segments(self, cache: KVCache) -> tuple[list[Segment], list[Segment]]:
         """Split the segments into those before the edit, moved by its growth, and those after it.

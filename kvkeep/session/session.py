@@ -24,6 +24,13 @@ from kvkeep.policies import Policy
 from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
 from kvkeep.session import decoding
+from kvkeep.session.aligning import align
+from kvkeep.session.alignment import (
+    DEFAULT_MIN_SAVED,
+    DEFAULT_REREAD,
+    AlignmentOptions,
+    AlignmentReport,
+)
 from kvkeep.session.compression import (
     CompressionPlan,
     CompressionReport,
@@ -44,6 +51,7 @@ from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.types import AlignmentMode
 
 GREEDY = Sampling()
 
@@ -192,6 +200,37 @@ class Session(SessionEdits):
                 reevaluate_last(memory, last_ids, pinned)
             state.truncate_spans(len(memory.tokens))
         return removed
+
+    @computes_in_caller
+    def align(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        mode: AlignmentMode = "in_place",
+        min_saved: int = DEFAULT_MIN_SAVED,
+        reread: int = DEFAULT_REREAD,
+        special: bool = False,
+    ) -> AlignmentReport:
+        """Make a prompt the session's whole text, reusing the cells that it has of it.
+
+        Where the prompt and the text differ, tokens are deleted, inserted and replaced. With mode
+        "in_place" the cells of later equal tokens stay as they were computed, after another text:
+        this is cheap, and not exact. "exact" evaluates everything after the first difference again,
+        and so does "in_place" where it would save fewer than `min_saved` tokens.
+
+        reread: how many tokens after each edit in place are evaluated again: more cost more, and
+            come closer to an exact evaluation.
+        special: see `feed`.
+
+        Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
+        sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
+        changed then, or by Ctrl-C.
+        """
+        options = AlignmentOptions(mode, min_saved, reread)
+        ids = self.core.encode(prompt, special)
+        if not ids:
+            raise InvalidArgument("the prompt is empty: expected at least one token")
+        return align(self.core, ids, options)
 
     @computes_in_worker
     def take_back(self, count: int) -> None:
