@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--max-kv-size", type=int, default=60_000)
     parser.add_argument("--context-policy", default="refuse")
+    parser.add_argument("--prompt-rules", default="default")
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     write = script_writer(json.loads(options.script.read_text()), options.log)
@@ -75,6 +76,7 @@ def main() -> None:
             "grace": 1.0,
             "quiet": False,
             "context_policy": options.context_policy,
+            "prompt_rules": options.prompt_rules,
         }
         with engine:
             run_server(engine, ApiKeys(), server_options)

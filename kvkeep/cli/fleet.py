@@ -130,4 +130,5 @@ def _replica_config(
         origins=serving.allow_origin,
         alias=serving.alias,
         context_policy=serving.context_policy,
+        prompt_rules=serving.prompt_rules,
     )

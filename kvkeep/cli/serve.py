@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from kvkeep.chat.prompt_rules import PROMPT_RULES, select_rules
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions, keep_option, uses_prefix_cache
 from kvkeep.cli.model_options import prefill_step_option
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_RULE_NAMES = ", ".join(
+    f"{rule.name} (default)" if rule.default else rule.name for rule in PROMPT_RULES
+)
+
+
+def _prompt_rules(selection: str) -> str:
+    """Option type: a selection of prompt rules."""
+    try:
+        select_rules(selection)
+    except InvalidArgument as error:
+        raise click.BadParameter(str(error)) from None
+    return selection
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,13 @@ class ServingOptions:
         "For prompts longer than the context: refuse them, upon which agents compact, or evict "
         "their oldest tokens.",
         default="refuse",
+    )
+    prompt_rules: str = option(
+        metavar="RULES",
+        type=_prompt_rules,
+        default="default",
+        help=f"Rules that change prompts so that more of them is reused: {_RULE_NAMES}; with "
+        "commas, -NAME to switch one off, or none or all.",
     )
     grace: float = option(
         metavar="SECONDS",

@@ -15,6 +15,7 @@ from blake3 import blake3
 from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
+from kvkeep.chat.prompt_rules import without_billing_header
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
 from kvkeep.server.idempotency import replay
 from kvkeep.storage.sessions.interface import is_valid_name
@@ -80,7 +81,7 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
     prefix = _stable_prefix(request)
     if not prefix:
         return ""
-    prefix_json = json.dumps(_without_cache_control(prefix), sort_keys=True).encode()
+    prefix_json = json.dumps(_without_changing_parts(prefix), sort_keys=True).encode()
     return blake3(prefix_json, key=blake3(credentials).digest()).hexdigest()[:32]
 
 
@@ -102,12 +103,14 @@ def _stable_prefix(request: dict[str, Any]) -> list[Any]:
     return [*preamble, *turns]
 
 
-def _without_cache_control(value: Any) -> Any:
-    """Drop Anthropic's `cache_control` marks, which clients move from turn to turn."""
+def _without_changing_parts(value: Any) -> Any:
+    """Drop what clients change from turn to turn: `cache_control` marks and billing headers."""
+    if isinstance(value, str):
+        return without_billing_header(value)
     if isinstance(value, dict):
         items = value.items()
-        return {key: _without_cache_control(v) for key, v in items if key != "cache_control"}
-    return [_without_cache_control(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_changing_parts(v) for key, v in items if key != "cache_control"}
+    return [_without_changing_parts(item) for item in value] if isinstance(value, list) else value
 
 
 def _credentials(scope: Scope) -> bytes:

@@ -33,6 +33,7 @@ class ReplicaConfig:
     origins: tuple[str, ...]  # allowed Origin headers, beside the server's own
     alias: str | None  # the model's name in the APIs; None for the last part of `model`
     context_policy: ContextPolicy = "refuse"  # for prompts longer than the context
+    prompt_rules: str = "default"  # see `kvkeep.chat.prompt_rules.select_rules`
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class ReplicaServer:
         import torch
 
         from kvkeep import load_model
+        from kvkeep.chat.prompt_rules import select_rules
         from kvkeep.server.app import LOCAL_HOSTS, application
         from kvkeep.server.service import Service
 
@@ -116,6 +117,7 @@ class ReplicaServer:
         model_name = config.alias or model.name.rpartition("/")[2]
         self._service = Service(self._replica.engine, model_name, config.api_keys, int(time.time()))
         self._service.context_policy = config.context_policy
+        self._service.prompt_rules = select_rules(config.prompt_rules)
         hosts = {*LOCAL_HOSTS, *config.hosts}
         self._app = application(self._service, hosts, config.origins, self._replica.middleware)
 

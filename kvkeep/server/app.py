@@ -24,7 +24,12 @@ from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion, infill
-from kvkeep.server.notices import NoticesMiddleware
+from kvkeep.server.notices import (
+    IGNORED_HEADER,
+    RULES_HEADER,
+    WARNING_HEADER,
+    NoticesMiddleware,
+)
 from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
@@ -43,7 +48,7 @@ _API_MODULES = (
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
 # Headers of responses that browsers may show to pages of allowed origins.
-EXPOSED_HEADERS = ("X-Kvkeep-Ignored", "X-Kvkeep-Warning", "Retry-After", "ETag")
+EXPOSED_HEADERS = (IGNORED_HEADER, WARNING_HEADER, RULES_HEADER, "Retry-After", "ETag")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 _router, _page_router = APIRouter(), APIRouter(include_in_schema=False)
 

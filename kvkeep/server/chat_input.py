@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output_reader import OutputReader
+from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.service import RequestContext
@@ -113,8 +114,11 @@ async def chat_input(
 ) -> ChatInput:
     """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`.
 
-    What the template cannot take is named in the response's headers.
+    The service's prompt rules change it first. The response's headers name the rules that did, and
+    what the template cannot take.
     """
+    chat, rules = apply_rules(chat, context.service.prompt_rules)
+    context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
     prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
     context.notices.warn(*prompt.warnings)

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from kvkeep.chat.prompt_rules import select_rules
 from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.app import LOCAL_HOSTS, application
@@ -67,6 +68,7 @@ def run_server(
         int(time.time()),
         allow_edit=options["allow_edit"],
         context_policy=options["context_policy"],
+        prompt_rules=select_rules(options["prompt_rules"]),
     )
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"], middleware)

@@ -1,4 +1,4 @@
-"""Notices about a request in its response's headers: ignored fields, and warnings."""
+"""Notices about a request in its response's headers: ignored fields, warnings, prompt rules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 IGNORED_HEADER, WARNING_HEADER = "X-Kvkeep-Ignored", "X-Kvkeep-Warning"
+RULES_HEADER = "X-Kvkeep-Prompt-Rules"
 _SCOPE_KEY = "notices"
 _MAX_CHARACTERS = 1000  # of one header: proxies refuse responses with very long ones
 
@@ -17,6 +18,7 @@ class Notices:
 
     _ignored: dict[str, None] = field(default_factory=dict)  # in order, each once
     _warnings: dict[str, None] = field(default_factory=dict)
+    _rules: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, scope: Scope) -> "Notices":
@@ -32,8 +34,21 @@ class Notices:
         """Add warnings: sentences without the full stop."""
         self._warnings |= dict.fromkeys(warnings)
 
+    def add_rules(self, *names: str) -> None:
+        """Name the prompt rules that changed the prompt."""
+        self._rules |= dict.fromkeys(names)
+
+    @property
+    def rules(self) -> list[str]:
+        """The names of the prompt rules that changed the prompt."""
+        return list(self._rules)
+
     def headers(self) -> list[tuple[bytes, bytes]]:
-        lines = ((IGNORED_HEADER, self._ignored, ", "), (WARNING_HEADER, self._warnings, "; "))
+        lines = (
+            (IGNORED_HEADER, self._ignored, ", "),
+            (WARNING_HEADER, self._warnings, "; "),
+            (RULES_HEADER, self._rules, ", "),
+        )
         return [
             (name.lower().encode(), _header_value(values, separator))
             for name, values, separator in lines

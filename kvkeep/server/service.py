@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
+from kvkeep.chat.prompt_rules import DEFAULT_RULES, PromptRule
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -50,6 +51,7 @@ class Service:
     allow_edit: bool = False  # the web UI may change sessions
     # For prompts longer than the context; see `kvkeep.server.overflow`.
     context_policy: ContextPolicy = "refuse"
+    prompt_rules: Sequence[PromptRule] = DEFAULT_RULES  # for the prompts of the chat APIs
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)

@@ -53,6 +53,14 @@ def test_every_kind_of_prompt_is_keyed_by_its_prefix() -> None:
     assert key_for("/responses", input="one") == key_for(
         "/responses", input=[user_message("one"), answered]
     )
+    billed, other_billed = (
+        [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={cch};"}]
+        for cch in ("36ee5", "0aaa9")
+    )
+    messages = [user_message("one")]
+    assert key_for("/v1/messages", system=billed, messages=messages) == key_for(
+        "/v1/messages", system=other_billed, messages=messages
+    )
     stored = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
     moved = [user_message([{"type": "text", "text": "one"}]), answered, user_message([stored])]
     assert key_for("/v1/messages", messages=[user_message([stored])]) == key_for(

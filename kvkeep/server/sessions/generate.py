@@ -14,6 +14,7 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.output import OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
+from kvkeep.chat.prompt_rules import PromptRule, apply_rules
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import (
     Finished,
@@ -52,14 +53,25 @@ class FeedRequest(SamplingParams):
     special: bool = False
     stream: bool = False
 
-    def encode(self, model: Model, notices: Notices, generation_prompt: bool) -> tuple[int, ...]:
-        """Return the token ids. generation_prompt: whether messages end where the reply begins."""
+    def encode(
+        self,
+        model: Model,
+        notices: Notices,
+        generation_prompt: bool,
+        rules: Sequence[PromptRule] = (),
+    ) -> tuple[int, ...]:
+        """Return the token ids. generation_prompt: whether messages end where the reply begins.
+
+        rules: change messages before they are rendered.
+        """
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
             options = RenderOptions(continue_final=False, generation_prompt=generation_prompt)
-            prompt = model.renderer.render(Chat(parse_messages(self.messages)), options)
+            chat, applied = apply_rules(Chat(parse_messages(self.messages)), rules)
+            prompt = model.renderer.render(chat, options)
             notices.warn(*prompt.warnings)
+            notices.add_rules(*applied)
             return tuple(prompt.ids)
         return tuple(self.tokens or model.text.encode(self.text or "", self.special))
 

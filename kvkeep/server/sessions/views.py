@@ -168,12 +168,16 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 
 @router.post("/v1/prefix/explain")
 async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
-    """Report how much of a prompt would be reused, and why not more, without evaluating it."""
-    ids = await to_thread(body.encode, context.service.model, context.notices, True)
+    """Report how much of a prompt would be reused, and why not more, without evaluating it.
+
+    `messages` are changed by the prompt rules as in chats; `prompt_rules` names those that did.
+    """
+    rules = context.service.prompt_rules
+    ids = await to_thread(body.encode, context.service.model, context.notices, True, rules)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
     report = await wrap_future(context.engine.explain(ids, context.owner))
-    return _reuse_entry(report, context.tokenizer)
+    return {**_reuse_entry(report, context.tokenizer), "prompt_rules": context.notices.rules}
 
 
 @router.get("/v1/prefix/misses")

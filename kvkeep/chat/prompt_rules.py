@@ -1,0 +1,210 @@
+"""Prompt rules: named changes of a conversation before its rendering, for prefix reuse.
+
+Clients put text that differs with each session or request before text that stays the same, which
+then misses the prefix cache. A rule drops or moves such text. It knows its exact form, and changes
+no message that merely quotes it. Rules that are on by default drop only what says nothing to a
+model; the others change what the model reads.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvkeep.chat.messages import Chat, Message, Part, TextPart, normalized
+from kvkeep.errors import InvalidArgument
+
+# Claude Code's first system block: pairs such as "cc_version=2.1.177; cch=36ee5;", for billing.
+_BILLING_HEADER = re.compile(
+    r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \t]*\n{0,2}"
+)
+_MAX_LINE = 200  # characters of a line that states only a date or an id
+_BULLET = r"[ \t]*(?:[-*][ \t]+)?(?:\*\*)?"
+_ID_LINE = re.compile(
+    _BULLET + r"(?:session|conversation|thread|chat|request|message|trace|run)[ _-]?id(?:\*\*)?"
+    r"[ \t]*[:=](?:\*\*)?[ \t]*[`\"']?[\w.:-]{4,}[`\"']?[ \t]*",
+    re.IGNORECASE,
+)
+_DATE_LINE = re.compile(
+    _BULLET + r"(?:<(current_?(?:date|time|datetime))>[^<>]*\d[^<>]*</\1>"
+    r"|(?:(?:today['\u2019]s|(?:the )?current) (?:date(?:(?: and |/| ?& ?)time)?|time|datetime)"
+    r"|conversation started)(?:\*\*)?[ \t]*(?:is\b|:).*\d.*"
+    r"|today is .*\d.*)",
+    re.IGNORECASE,
+)
+_REMINDER_START, _REMINDER_END = "<system-reminder>", "</system-reminder>"
+
+
+@dataclass(frozen=True)
+class PromptRule:
+    """A named change of conversations.
+
+    default: whether it is on unless it is switched off. apply: returns the changed conversation, or
+    the same object if there is nothing to change.
+    """
+
+    name: str
+    description: str  # a sentence without the full stop
+    default: bool
+    apply: Callable[[Chat], Chat]
+
+
+def apply_rules(chat: Chat, rules: Sequence[PromptRule]) -> tuple[Chat, tuple[str, ...]]:
+    """Return a conversation changed by the rules, and the names of those that changed it."""
+    applied = list[str]()
+    for rule in rules:
+        changed = rule.apply(chat)
+        if changed is not chat:
+            applied.append(rule.name)
+        chat = changed
+    return chat, tuple(applied)
+
+
+def select_rules(selection: str) -> tuple[PromptRule, ...]:
+    """Return the rules of a selection, in their fixed order.
+
+    selection: a list with commas. A name switches a rule on, and a name after "-" switches it off;
+    "default", "none" and "all" replace what is before them. The list begins with the default rules:
+    "dates,-billing-header" is "default,dates,-billing-header". Raises InvalidArgument.
+    """
+    by_name = {rule.name: rule for rule in PROMPT_RULES}
+    default_names = {rule.name for rule in PROMPT_RULES if rule.default}
+    sets = {"default": default_names, "none": set[str](), "all": set(by_name)}
+    selected = set(default_names)
+    for entry in (entry.strip() for entry in selection.split(",")):
+        name = entry.removeprefix("-")
+        if entry in sets:
+            selected = set(sets[entry])
+        elif name not in by_name:
+            raise InvalidArgument(
+                f"prompt rules are {', '.join(by_name)}, or default, none or all, with commas "
+                f"between them; found {entry!r:.100}"
+            )
+        elif entry.startswith("-"):
+            selected.discard(name)
+        else:
+            selected.add(name)
+    return tuple(rule for rule in PROMPT_RULES if rule.name in selected)
+
+
+def without_billing_header(text: str) -> str:
+    """Return a text without Claude Code's billing header at its beginning."""
+    match = _BILLING_HEADER.match(text)
+    return text[match.end() :] if match else text
+
+
+def _drop_billing_header(chat: Chat) -> Chat:
+    """Drop the header at the beginning of the first system message."""
+    text = _system_text(chat)
+    rest = without_billing_header(text)
+    return chat if rest == text else _with_system_text(chat, rest)
+
+
+def _drop_session_ids(chat: Chat) -> Chat:
+    rest, id_lines = _split_lines(_system_text(chat), _ID_LINE)
+    return _with_system_text(chat, rest) if id_lines else chat
+
+
+def _move_dates(chat: Chat) -> Chat:
+    """Move lines that state the date from the system message to the end of the first user's."""
+    messages = chat.messages
+    index = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+    rest, date_lines = _split_lines(_system_text(chat), _DATE_LINE)
+    if index is None or not date_lines:
+        return chat
+    lines = "\n".join(line.strip() for line in date_lines)
+    separator = "\n\n" if messages[index].parts else ""
+    parts = (*messages[index].parts, TextPart(separator + lines))
+    dated = (*messages[:index], replace(messages[index], parts=parts), *messages[index + 1 :])
+    return _with_system_text(replace(chat, messages=normalized(dated)), rest)
+
+
+def _drop_reminders(chat: Chat) -> Chat:
+    """Drop reminders from users' messages after the first, which has the project's instructions.
+
+    A message of reminders alone is dropped, unless it is the last.
+    """
+    first = next((i for i, message in enumerate(chat.messages) if message.role == "user"), 0)
+    last, messages, changed = len(chat.messages) - 1, list[Message](), False
+    for index, message in enumerate(chat.messages):
+        if message.role == "user" and index > first:
+            parts = tuple(_without_reminders(part) for part in message.parts)
+            stays = any(not isinstance(part, TextPart) or part.text.strip() for part in parts)
+            if parts != message.parts and (stays or index < last):
+                changed = True
+                if not stays:
+                    continue
+                message = replace(message, parts=parts)
+        messages.append(message)
+    return replace(chat, messages=normalized(messages)) if changed else chat
+
+
+def _without_reminders(part: Part) -> Part:
+    """Return a part without the reminders that begin a line of its text and end one."""
+    if not isinstance(part, TextPart) or _REMINDER_START not in part.text:
+        return part
+    text, kept, position = part.text, list[str](), 0
+    while (start := text.find(_REMINDER_START, position)) >= 0:
+        end = text.find(_REMINDER_END, start)
+        if end < 0:
+            break
+        end += len(_REMINDER_END)
+        begins_line = start == 0 or text[start - 1] == "\n"
+        ends_line = end == len(text) or text[end] == "\n"
+        kept.append(text[position:start] if begins_line and ends_line else text[position:end])
+        while begins_line and ends_line and end < len(text) and text[end] == "\n":
+            end += 1
+        position = end
+    return TextPart("".join([*kept, text[position:]]))
+
+
+def _split_lines(text: str, pattern: re.Pattern[str]) -> tuple[str, list[str]]:
+    """Return a text without the lines that match a pattern as a whole, and these lines."""
+    kept, matching = list[str](), list[str]()
+    for line in text.split("\n"):
+        matches = len(line) <= _MAX_LINE and pattern.fullmatch(line)
+        (matching if matches else kept).append(line)
+    return "\n".join(kept), matching
+
+
+def _system_text(chat: Chat) -> str:
+    """Return the text at the beginning of the first message if it is a system message, or ""."""
+    first = chat.messages[0] if chat.messages else Message("user")
+    part = first.parts[0] if first.role == "system" and first.parts else None
+    return part.text if isinstance(part, TextPart) else ""
+
+
+def _with_system_text(chat: Chat, text: str) -> Chat:
+    """Replace the text of `_system_text`. A system message that is empty then is dropped."""
+    first, *rest = chat.messages
+    parts = (*((TextPart(text),) if text else ()), *first.parts[1:])
+    kept = [replace(first, parts=parts)] if parts or not rest else []
+    return replace(chat, messages=normalized([*kept, *rest]))
+
+
+PROMPT_RULES = (
+    PromptRule(
+        "billing-header",
+        "drops the line x-anthropic-billing-header that begins Claude Code's system text",
+        True,
+        _drop_billing_header,
+    ),
+    PromptRule(
+        "session-ids",
+        "drops lines of the system text that state only the id of a session or request",
+        False,
+        _drop_session_ids,
+    ),
+    PromptRule(
+        "dates",
+        "moves lines that state the date or time from the system text behind the first question",
+        False,
+        _move_dates,
+    ),
+    PromptRule(
+        "reminders",
+        "drops <system-reminder> blocks from user messages after the first",
+        False,
+        _drop_reminders,
+    ),
+)
+DEFAULT_RULES = select_rules("default")
