@@ -18,7 +18,7 @@ from kvkeep.engine.generation import (
 )
 from kvkeep.engine.operations import Operation, Totals
 from kvkeep.engine.record import SessionRecord
-from kvkeep.engine.reuse import Reuse, ReuseReport, TextDifference
+from kvkeep.engine.reuse import Reuse, ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "RequestLike",
     "Reuse",
     "ReuseReport",
+    "Seam",
     "SessionRecord",
     "TextDifference",
     "TokenLogprob",

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
+from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import Reuse, ReuseReport, best_match, explain
+from kvkeep.engine.reuse import Reuse, ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
+from kvkeep.session.aligning import AlignedFeeding
+from kvkeep.session.alignment import AlignmentOptions, AlignmentPlan
+from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
 
@@ -26,9 +30,14 @@ class Admission:
     """Starts generations, and releases their sessions at the end. Used in the engine's thread."""
 
     def __init__(
-        self, registry: SessionRegistry, log: OperationLog, new_session: Callable[[str], Session]
+        self,
+        registry: SessionRegistry,
+        log: OperationLog,
+        new_session: Callable[[str], Session],
+        alignment: AlignmentOptions,
     ):
-        """new_session: creates an empty session for an owner."""
+        """new_session: creates an empty session for an owner. alignment: of requests without."""
+        self.alignment = alignment
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
         self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
@@ -57,9 +66,13 @@ class Admission:
         if session_name is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
-            record, reuse = self._session_for_prompt(request, owner)
+            record, reuse, plan = self._session_for_prompt(request, owner)
         else:
-            record, reuse = self._registry.load_idle(session_name, owner, revision), Reuse()
+            record, reuse, plan = (
+                self._registry.load_idle(session_name, owner, revision),
+                Reuse(),
+                None,
+            )
             if callable(request):
                 length_before = len(record.live.tokens)
                 request = request(record)
@@ -72,8 +85,10 @@ class Admission:
             new_tokens = None if max_tokens is None else len(prompt) + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
             remaining_prompt = prompt[reuse.tokens :]
-            feeding = None
-            if remaining_prompt:
+            feeding: Feeding | AlignedFeeding | None = None
+            if plan is not None:
+                feeding = AlignedFeeding(record.live.core, plan)
+            elif remaining_prompt:
                 top_logprobs = request.prompt_logprobs
                 feeding = record.live.feeding(remaining_prompt, top_logprobs=top_logprobs)
             first, *followers = [
@@ -109,22 +124,47 @@ class Admission:
 
     def _session_for_prompt(
         self, request: GenerationRequest, owner: str
-    ) -> tuple[SessionRecord, Reuse]:
-        """Return an unnamed session for a prompt, and the part of the prompt that it holds."""
+    ) -> tuple[SessionRecord, Reuse, AlignmentPlan | None]:
+        """Return an unnamed session for a prompt, and the part of the prompt that it holds.
+
+        With a plan, it holds that part once it is aligned.
+        """
         prompt, empty_session = request.prompt, self._new_session(owner)
         if request.prompt_logprobs is not None:  # of all tokens, so that all are evaluated
-            return self._registry.add(empty_session, owner, named=False), Reuse()
-        match = best_match(prompt, self._registry.owned_by(owner), empty_session)
-        if not match.resumes_session:
-            self.cache_misses[owner].appendleft(explain(prompt, match, next(_miss_numbers)))
-        reuse, source_record = match.to_reuse(prompt), match.record
+            return self._registry.add(empty_session, owner, named=False), Reuse(), None
+        options = request.alignment or self.alignment
+        match, in_place, report = match_prompt(
+            prompt, self._registry.owned_by(owner), empty_session, options
+        )
+        if in_place is not None or not match.resumes_session:
+            self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
+        if in_place is not None:
+            return self._session_in_place(in_place, report.reuse)
+        reuse, source_record = report.reuse, match.record
         if source_record and match.resumes_session and not source_record.named:
             source_record.live.draw_anew()  # a seed gives the same tokens as in a new session
-            return source_record, reuse
+            return source_record, reuse, None
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
         match.set_token_counts(record)
-        return record, reuse
+        return record, reuse, None
+
+    def _session_in_place(
+        self, match: InPlaceMatch, reuse: Reuse
+    ) -> tuple[SessionRecord, Reuse, AlignmentPlan | None]:
+        """Return the session of a prompt that is aligned in place: a fork, or the session itself.
+
+        Whatever becomes of it, no exact reuse takes cells from it.
+        """
+        source = match.record
+        if match.continues_session:
+            source.live.draw_anew()
+            return source, reuse, None
+        record = self._registry.add(source.live.fork(), source.owner, named=False)
+        record.live.draw_anew()
+        record.parent, record.first_edit = source.name, ALIGNED
+        self._operation_log.add(record, ALIGNED, match.plan.evaluated)
+        return record, reuse, match.plan
 
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
         """Raise InvalidArgument for a prompt that is too long, or empty in an empty session."""
@@ -158,6 +198,7 @@ class Admission:
                 follower.fail(error)
                 continue
             fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
+            fork.first_edit = record.first_edit
             follower.record = fork
             reused_tokens = len(follower.request.prompt)
             follower.start(None, Reuse(reused_tokens, "session", session=record.name))

@@ -23,6 +23,7 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.embedding import embed, embedding_memory
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -67,11 +68,13 @@ class Engine(AbstractContextManager["Engine"]):
         folder: str | Path | None = None,
         stores: str | Path | Callable[[str], PrefixCache] | None = None,
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
+        alignment: AlignmentOptions | None = None,
     ):
         """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
         folder: where sessions are saved; None to keep them in memory only. stores: a folder for
         prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
-        returns an owner's labelled snapshots; None for those in `folder`."""
+        returns an owner's labelled snapshots; None for those in `folder`. alignment: of requests
+        that do not choose one; exact by default."""
         self.model = model
         self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
@@ -88,8 +91,9 @@ class Engine(AbstractContextManager["Engine"]):
         idle_interval = self.limits.save_idle_after / 2 + 0.05  # between looks for unsaved sessions
         self._thread = EngineThread(self._step, idle_interval, self._save_and_unlock)
         self._saver = SessionSaver(self._registry, self._thread.post)
-        self._operations = SessionOperations(self._registry, self._operation_log, self._new_session)
-        self._admission = Admission(self._registry, self._operation_log, self._new_session)
+        self.alignment = alignment or AlignmentOptions()
+        parts = (self._registry, self._operation_log, self._new_session, self.alignment)
+        self._operations, self._admission = SessionOperations(*parts), Admission(*parts)
         self._scheduler = self._admission.scheduler
         self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._discard)

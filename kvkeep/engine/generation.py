@@ -17,6 +17,8 @@ from kvkeep import validation
 from kvkeep.engine.record import SessionRecord, prefill_step_at
 from kvkeep.engine.reuse import Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
+from kvkeep.session.aligning import AlignedFeeding
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
@@ -43,6 +45,8 @@ class GenerationRequest:
     # As `logprobs`, for the prompt's tokens, in `PrefillProgress`. Nothing is reused then.
     prompt_logprobs: int | None = None
     end_tokens: tuple[int, ...] = ()  # beside the model's
+    # How a prompt without a session reuses cells; None for the engine's default.
+    alignment: AlignmentOptions | None = None
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
@@ -53,6 +57,8 @@ class GenerationRequest:
         validation.optional_integer("logprobs", self.logprobs, 0)
         validation.optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
         validation.integer("priority", self.priority)
+        if self.alignment is not None:
+            validation.instance("alignment", self.alignment, AlignmentOptions)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("the request has neither a prompt nor tokens to generate")
 
@@ -161,7 +167,7 @@ class Generation(Iterator[GenerationEvent]):
         self.generated: list[int] = []  # token ids
         self.unprefilled_tokens = 0  # prompt tokens that were not prefilled when it ended
         self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
-        self._feeding: Feeding | None = None
+        self._feeding: Feeding | AlignedFeeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
         self._end_token: GeneratedToken | None = None
@@ -198,7 +204,7 @@ class Generation(Iterator[GenerationEvent]):
         """Prompt tokens that are not evaluated yet."""
         return self._feeding.total - self._feeding.done if self._feeding else 0
 
-    def start(self, feeding: Feeding | None, reuse: Reuse) -> None:
+    def start(self, feeding: Feeding | AlignedFeeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
         self.phase = "decode" if feeding is None else "prefill"

@@ -21,6 +21,7 @@ class Operation:
     tokens: int  # evaluated or added
     seconds: float
     nbytes: int  # of the session's cells
+    parent: str | None = None  # name of the session that it was forked from
     when: float = field(default_factory=time.time)  # in seconds since 1970
 
 
@@ -55,7 +56,14 @@ class OperationLog:
             record.mark_unsaved()  # each logged operation is a change
         nbytes = record.session.nbytes if record.session else 0
         operation = Operation(
-            record.owner, record.name, kind, record.revision, tokens, seconds, nbytes
+            record.owner,
+            record.name,
+            kind,
+            record.revision,
+            tokens,
+            seconds,
+            nbytes,
+            record.parent,
         )
         self.recent[record.owner].appendleft(operation)
         for listener in list(self._listeners):

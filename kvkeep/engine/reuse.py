@@ -30,6 +30,7 @@ from kvkeep.storage.prefixes.block import (
 )
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
+from kvkeep.types import AlignmentMode
 
 # Why no more of a prompt was reused.
 MissReason = Literal[
@@ -60,6 +61,10 @@ class Reuse:
     reason: MissReason = ""
     differs_at: int | None = None  # index of the first token that differs from the nearest text
     session: str | None = None  # name of the session that the tokens come from
+    # "in_place": some were computed after another text; see `kvkeep.engine.in_place`.
+    mode: AlignmentMode = "exact"
+    seams: int = 0  # places where a run of such tokens begins
+    moved: int = 0  # of the tokens
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,16 @@ class TextDifference:
 
 
 @dataclass(frozen=True)
+class Seam:
+    """A place at which cells begin that were computed after another text."""
+
+    at: int  # index in the prompt of the first token that differs
+    removed: tuple[int, ...]  # tokens of the session's text before the seam
+    inserted: tuple[int, ...]  # tokens of the prompt in their place
+    reread: int  # equal tokens after them that are evaluated again
+
+
+@dataclass(frozen=True)
 class ReuseReport:
     """The reuse of a prompt that continues no session after its last, sampled token."""
 
@@ -117,6 +132,8 @@ class ReuseReport:
     prompt_tokens: int
     reuse: Reuse
     difference: TextDifference | None  # None if no text begins like the prompt
+    seams: tuple[Seam, ...] = ()  # of a prompt that was aligned in place
+    not_in_place: str = ""  # why it was not, if that was asked for
 
 
 class StepAlignedCache:
@@ -200,7 +217,7 @@ def _match_record(
     common_tokens = int(is_different.argmax()) if is_different.any() else len(session_ids)
     if common_tokens == 0:
         return Match()
-    if _reuse_settings(session) != _reuse_settings(empty_session):
+    if reuse_settings(session) != reuse_settings(empty_session):
         return Match(common_tokens=common_tokens, reason="settings")
     # A session from a file, or one that was added, may have been edited without the engine.
     if record.first_edit or session.core.memory.was_edited_in_place:
@@ -251,7 +268,7 @@ def _end_of_reuse(record: SessionRecord, max_tokens: int) -> int:
     return record.end_of_last_step(max_tokens)
 
 
-def _reuse_settings(session: Session) -> tuple[object, ...]:
+def reuse_settings(session: Session) -> tuple[object, ...]:
     """Return the settings that two sessions must share to reuse cells of each other."""
     keep = session.keep if session.keep >= 0 else None  # -1: the whole first prompt
     return (session.core.memory.policy, session.bits, session.prefill_step, keep)

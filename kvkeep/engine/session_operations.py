@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from kvkeep.engine.in_place import match_prompt
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import ReuseReport, best_match, explain
+from kvkeep.engine.reuse import ReuseReport, best_match
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -20,9 +22,15 @@ class SessionOperations:
     """The methods of `Engine` on sessions. They run one after the other in its thread."""
 
     def __init__(
-        self, registry: SessionRegistry, log: OperationLog, new_session: Callable[..., Session]
+        self,
+        registry: SessionRegistry,
+        log: OperationLog,
+        new_session: Callable[..., Session],
+        alignment: AlignmentOptions,
     ):
-        """new_session: creates one for an owner, with settings that replace the engine's."""
+        """new_session: creates one for an owner, with settings that replace the engine's.
+        alignment: of prompts, unless another one is asked for."""
+        self._alignment = alignment
         self._registry, self._operation_log, self._new_session = registry, log, new_session
 
     def sessions(self, owner: str = "0", unnamed: bool = False) -> list[SessionRecord]:
@@ -33,10 +41,15 @@ class SessionOperations:
         """Return a session, in memory or not; read-only. Raises NoSuchSession."""
         return self._registry.find(name, owner)
 
-    def explain(self, prompt: Sequence[int], owner: str = "0") -> ReuseReport:
-        """Return how much of a prompt would be reused, and why not more."""
-        match = best_match(prompt, self._registry.owned_by(owner), self._new_session(owner))
-        return explain(prompt, match)
+    def explain(
+        self, prompt: Sequence[int], owner: str = "0", alignment: AlignmentOptions | None = None
+    ) -> ReuseReport:
+        """Return how much of a prompt would be reused, and why not more.
+
+        alignment: as of a request; None for the engine's default.
+        """
+        empty_session, records = self._new_session(owner), self._registry.owned_by(owner)
+        return match_prompt(prompt, records, empty_session, alignment or self._alignment)[2]
 
     def create(
         self,

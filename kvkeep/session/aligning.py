@@ -127,11 +127,10 @@ class AlignedFeeding(Iterator[FeedStep]):
     total: tokens to evaluate. done: how many of them are.
     """
 
-    def __init__(self, core: SessionCore, plan: AlignmentPlan, prefill_step: int):
-        """prefill_step: the most tokens of an edit that are evaluated at once."""
+    def __init__(self, core: SessionCore, plan: AlignmentPlan):
         self.total, self.done = plan.evaluated, 0
         self._core, self._plan, self._memory = core, plan, core.memory.fork()
-        self._steps: Iterator[int] = _steps(self._memory, plan, prefill_step)
+        self._steps: Iterator[int] = _steps(self._memory, plan, core.prefill_step)
         self._tail: Feeding | None = None
         self._failed = False
 
@@ -139,15 +138,15 @@ class AlignedFeeding(Iterator[FeedStep]):
         return self.step()
 
     @computes_in_worker
-    def step(self, size: int | None = None) -> FeedStep:
-        """Evaluate the next step; of the tail, one of at most `size` tokens."""
+    def step(self, end: int | None = None) -> FeedStep:
+        """Evaluate the next step, of at most `prefill_step` tokens. end: not used."""
         if self._tail is None and (count := self._edit()):
             return self._advance(count)
         if self._tail is None:
             with session_transaction([self._core]) as (state,):
                 _replace_memory(state, self._memory, self._plan)
             self._tail = Feeding(self._core, list(self._plan.tail.ids))
-        return self._advance(self._tail.step(size).tokens)
+        return self._advance(self._tail.step().tokens)
 
     def _edit(self) -> int:
         """Evaluate a step of the edits; return its tokens, 0 if all are done."""

@@ -114,7 +114,7 @@ def _anchors(old: Ids, new: Ids, length: int) -> tuple[Ids, Ids]:
     """
     if min(len(old), len(new)) < length:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    old_hashes, new_hashes = _hashes(old, length), _hashes(new, length)
+    old_hashes, new_hashes = piece_hashes(old, length), piece_hashes(new, length)
     old_order = np.argsort(old_hashes, kind="stable")
     new_order = np.argsort(new_hashes, kind="stable")
     old_values, old_firsts, old_counts = np.unique(
@@ -134,7 +134,7 @@ def _anchors(old: Ids, new: Ids, length: int) -> tuple[Ids, Ids]:
     return old_starts[order], new_starts[order]
 
 
-def _hashes(ids: Ids, length: int) -> NDArray[np.uint64]:
+def piece_hashes(ids: NDArray[np.signedinteger], length: int) -> NDArray[np.uint64]:
     """Return a hash of each piece of `length` tokens, a power of two, by its first token."""
     hashes, size = ids.astype(np.uint64) + np.uint64(1), 1
     while size < length:

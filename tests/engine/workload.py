@@ -20,6 +20,7 @@ from kvkeep.engine import (
     Reuse,
 )
 from kvkeep.errors import Cancelled
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling
 
 
@@ -32,6 +33,7 @@ class Request:
     samplings: tuple[Sampling, ...] = (Sampling(),)
     session: str | None = None
     cancel: tuple[str, int] | None = None
+    alignment: AlignmentOptions | None = None
 
     def do(self, engine: Engine) -> list["Result"]:
         return batch(engine, [self])[0]
@@ -147,7 +149,11 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
         submitted = []
         for request, own in zip(requests, listeners, strict=True):
             ask = GenerationRequest(
-                request.prompt, request.count, request.samplings[0], ignore_eos=True
+                request.prompt,
+                request.count,
+                request.samplings[0],
+                ignore_eos=True,
+                alignment=request.alignment,
             )
             if request.session is None and len(own) > 1:
                 future = engine.submit_many(ask, request.samplings, "0", own)

@@ -1,0 +1,176 @@
+"""Prompts that are aligned in place, and what they leave to others: no bit of it."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.workload import Request, Result, batch
+from session_state import same, whole_state
+from small_models import local_spec, small_model, state_specs
+
+from kvkeep.engine import Engine
+from kvkeep.engine.in_place import ALIGNED
+from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.sampling import Sampling
+
+MODEL = small_model()
+SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 1500, "prefill_step": 32}
+IN_PLACE = AlignmentOptions("in_place", min_saved=64, reread=4)
+
+
+def text(count: int, seed: int = 7) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1, 250), k=count))
+
+
+FIRST = text(500)
+# A header that changed, and a reminder that was removed.
+SECOND = (*FIRST[:20], *text(9, 1), *FIRST[25:300], *FIRST[330:], *text(40, 2))
+
+
+def in_place(prompt: tuple[int, ...], count: int = 4, **options: Any) -> Request:
+    return Request(prompt, count, alignment=IN_PLACE, **options)
+
+
+def alone(request: Request) -> Result:
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        return request.do(engine)[0]
+
+
+def test_a_rewritten_prompt_evaluates_little_and_leaves_its_source_alone():
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        (first,) = Request(FIRST, 4).do(engine)
+        (source,) = engine.sessions(unnamed=True).result()
+        before = whole_state(source.live)
+        (second,) = in_place(SECOND).do(engine)
+        reuse = second.reuse
+        assert (reuse.mode, reuse.seams, reuse.session) == ("in_place", 2, source.name)
+        assert reuse.tokens - reuse.moved == 20
+        assert len(SECOND) - reuse.tokens == 9 + 4 + 4 + 40
+        assert second.tokens == (*SECOND, *second.written)
+        assert same(whole_state(source.live), before)
+        assert first.tokens == tuple(source.live.tokens)
+        operations = engine.operations().result()
+        assert [(each.what, each.parent) for each in operations] == [
+            ("generate", source.name),
+            (ALIGNED, source.name),
+            ("generate", None),
+        ]
+        (report, _) = engine.cache_misses().result()
+        assert report.reuse.mode == "in_place"
+        assert [(seam.at, len(seam.removed), len(seam.inserted)) for seam in report.seams] == [
+            (20, 5, 9),
+            (304, 30, 0),
+        ]
+
+
+def test_after_an_alignment_an_exact_request_is_evaluated_as_if_it_were_alone(tmp_path: Path):
+    """The same prompt, its continuation, and one like the source; also by another engine's store"""
+    with Engine(MODEL, settings=SETTINGS, stores=tmp_path) as engine:
+        Request(FIRST, 4).do(engine)
+        (aligned,) = in_place(SECOND).do(engine)
+        for prompt in (SECOND, (*aligned.tokens, *text(50, 3)), (*FIRST, 1, 2, 3)):
+            (result,) = Request(prompt, 4).do(engine)
+            assert result.reuse.mode == "exact"
+            assert result.same(alone(Request(prompt, 4)))
+    with Engine(MODEL, settings=SETTINGS, stores=tmp_path) as engine:
+        (result,) = Request(SECOND, 4).do(engine)
+        assert result.same(alone(Request(SECOND, 4)))
+
+
+def test_an_aligned_session_takes_its_continuations_and_further_alignments():
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        (second,) = in_place(SECOND).do(engine)
+        third_prompt = (*second.tokens, *text(30, 3))
+        (third,) = in_place(third_prompt).do(engine)
+        assert (third.reuse.tokens, third.reuse.seams) == (len(second.tokens), 0)
+        assert third.name == second.name
+        fourth_prompt = (*third.tokens[:100], *third.tokens[120:], 5)
+        (fourth,) = in_place(fourth_prompt).do(engine)
+        assert (fourth.reuse.mode, fourth.reuse.seams) == ("in_place", 1)
+        assert fourth.name != third.name
+        (result,) = Request(fourth_prompt, 4).do(engine)
+        assert result.same(alone(Request(fourth_prompt, 4)))
+
+
+def test_requests_are_aligned_only_where_it_is_asked_for_and_saves_enough():
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        (exact,) = Request(SECOND, 4).do(engine)
+        assert (exact.reuse.mode, exact.reuse.tokens) == ("exact", 0)
+        much = replace(IN_PLACE, min_saved=600)
+        (result,) = Request(SECOND[:-1], 4, alignment=much).do(engine)
+        assert result.reuse.mode == "exact"
+        other_owner = engine.explain(SECOND, "1", IN_PLACE).result()
+        assert (other_owner.reuse.tokens, other_owner.reuse.mode) == (0, "exact")
+        assert "similar" in other_owner.not_in_place
+    with Engine(MODEL, settings=SETTINGS, alignment=IN_PLACE) as engine:  # the engine's default
+        Request(FIRST, 4).do(engine)
+        assert engine.explain(SECOND).result().reuse.mode == "in_place"
+        assert Request(SECOND, 4).do(engine)[0].reuse.mode == "in_place"
+
+
+def test_a_session_that_generates_is_forked_and_goes_on_unchanged():
+    samplings = (Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2))
+    requests = [Request(FIRST, 60), in_place(SECOND, samplings=samplings)]
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST[:200], 0).do(engine)
+        (first,), aligned = batch(engine, requests)
+        assert first.written == alone(requests[0]).written
+        assert aligned[0].reuse.mode == "in_place"
+        for record in engine.sessions(unnamed=True).result():
+            if tuple(record.live.tokens)[: len(SECOND)] == SECOND:
+                assert record.first_edit == ALIGNED
+        (result,) = Request(SECOND, 4).do(engine)
+        assert result.same(alone(Request(SECOND, 4)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_requests_among_aligned_ones_keep_their_bits(seed: int):
+    """Random rewrites of one text, in either mode and at the same time."""
+    chance, prompt = random.Random(seed), FIRST
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        for number in range(8):
+            requests = [Request(prompt, 3), in_place(prompt, 3)][:: chance.choice((1, -1))]
+            results = batch(engine, requests[: chance.choice((1, 2, 2))])
+            for request, (result,) in zip(requests, results, strict=False):
+                assert result.tokens[: len(prompt)] == prompt
+                if request.alignment is None:
+                    assert result.same(alone(request)), number
+            start = chance.randrange(len(prompt))
+            rewritten = (*prompt[:start], *text(chance.randrange(20), number))
+            prompt = (*rewritten, *prompt[start + chance.randrange(20) :], *text(20, seed))
+
+
+def test_models_with_states_are_evaluated_exactly_and_the_report_says_why():
+    model = small_model(spec=next(iter(state_specs().values())))
+    with Engine(model, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        report = engine.explain(SECOND, alignment=IN_PLACE).result()
+        assert "states" in report.not_in_place
+        (result,) = in_place(SECOND).do(engine)
+        assert result.reuse.mode == "exact"
+
+
+def test_models_with_local_layers_are_aligned_and_their_windows_evaluated_again():
+    model = small_model(spec=local_spec(8))
+    with Engine(model, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        (result,) = in_place(SECOND).do(engine)
+        assert (result.reuse.mode, result.reuse.seams) == ("in_place", 2)
+        assert result.tokens == (*SECOND, *result.written)
+
+
+def test_a_cancelled_alignment_leaves_the_engine_as_any_cancelled_request():
+    inserted = (*FIRST[:20], *text(300, 4), *FIRST[20:])
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        (cancelled,) = in_place(inserted, cancel=("read", 550)).do(engine)
+        assert cancelled.error is not None
+        for prompt in (FIRST, inserted):
+            (result,) = Request(prompt, 4).do(engine)
+            assert result.same(alone(Request(prompt, 4)))
+        (result,) = in_place(inserted).do(engine)
+        assert result.tokens[: len(inserted)] == inserted
