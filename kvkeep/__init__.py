@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.loader import load_model
     from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
+    from kvkeep.session.compaction import CompactionReport
     from kvkeep.session.compression import CompressionReport
     from kvkeep.session.conversation import Conversation
     from kvkeep.session.feeding import Feeding, FeedReport, FeedStep
@@ -35,6 +36,7 @@ __all__ = [
     "Bits",
     "Calibration",
     "Client",
+    "CompactionReport",
     "CompressionReport",
     "Conversation",
     "Exactness",
@@ -68,6 +70,7 @@ _EXPORTS = {  # names by the module that defines them
     "kvkeep.loader": ("load_model",),
     "kvkeep.model": ("Model",),
     "kvkeep.policies": ("Archive", "Full", "SelfExtend", "Shift", "Sliding"),
+    "kvkeep.session.compaction": ("CompactionReport",),
     "kvkeep.session.compression": ("CompressionReport",),
     "kvkeep.session.conversation": ("Conversation",),
     "kvkeep.session.feeding": ("Feeding", "FeedReport", "FeedStep"),

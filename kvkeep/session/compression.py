@@ -59,7 +59,12 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """The settings of one compression: see `Session.compress`."""
+    """The settings of one compression: see `Session.compress`.
+
+    unchanged: serials of tokens whose cells stay unchanged, as those of pinned tokens do.
+    keeps_scores: whether compressed cells keep their scores, by which they compete with others in
+        the next such compression. For methods by reconstruction scores and "heads".
+    """
 
     method: Method
     ratio: float
@@ -69,6 +74,8 @@ class CompressionPlan:
     seed: int = 0
     statistics: Statistics | None = None
     progress: Callable[[int], None] | None = None
+    unchanged: frozenset[int] = frozenset()
+    keeps_scores: bool = False
 
     @property
     def effective_budget(self) -> Budget:
@@ -195,7 +202,7 @@ def _split_into_runs(
 
     Raises InvalidArgument if no cell of a run would remain.
     """
-    cells, pins = memory.cache.cells, memory.pins
+    cells, pins = memory.cache.cells, memory.pins | plan.unchanged
     recent = plan.num_recent(cells, len(pins))
     if max_recent is not None and plan.recent is None:
         recent = min(recent, max_recent)
@@ -217,18 +224,22 @@ def _split_into_runs(
 
 def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
     """Return the cells of each run to compress, with queries and scores that the method uses."""
-    cache, method = memory.cache, plan.method
+    method = plan.method
     queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
     if method.reconstruction_kind:
+        scored = _without_compressed(memory) if plan.keeps_scores else memory
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
-        num_scored = cache.cells - sum(count for _, _, _, count in newest_runs)
+        num_scored = scored.cache.cells - sum(count for _, _, _, count in newest_runs)
         scores = reconstruction_scores(
-            memory, plan.codec, plan.progress, num_scored, method.reconstruction_kind
+            scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind
         )
     candidates = []
     for run in runs:
         segment, unchanged, _, count = run
+        if segment.compressed and plan.keeps_scores:  # it has its scores
+            candidates.append(_unscored_candidates(memory, plan, run))
+            continue
         if not unchanged:
             run_scores = None if scores is None else scores[..., start : start + count]
             seen_queries = queries.seen_from(segment.position_map) if queries else None
@@ -236,6 +247,13 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
             candidates.append(replace(unscored, queries=seen_queries, reconstruction=run_scores))
         start += count
     return candidates
+
+
+def _without_compressed(memory: Memory) -> Memory:
+    """Return a fork of the memory without its compressed cells."""
+    fork = memory.fork()
+    fork.cache.segments = [segment for segment in fork.cache.segments if not segment.compressed]
+    return fork
 
 
 def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
@@ -273,7 +291,10 @@ def _compress_across_heads(
 ) -> Iterator[_RunResult]:
     """Keep the cells with the highest scores over all runs, layers and KV heads."""
     assert isinstance(plan.method, Eviction)
-    for cells, chunk in compress_across_heads(plan.method, candidates_by_run, remaining_cells):
+    runs = candidates_by_run
+    for cells, chunk in compress_across_heads(
+        plan.method, runs, remaining_cells, plan.keeps_scores
+    ):
         _report_progress(plan, chunk.cells_before)
         yield [cells], [chunk]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep import validation
 from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.session.message_spans import reasoning_range
 from kvkeep.session.rendering import (
     common_prefix_length,
     encode_pieces,
@@ -19,6 +20,7 @@ from kvkeep.session.rendering import (
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
+    from kvkeep.session.compaction import CompactionReport
     from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
     from kvkeep.session.spans import TokenRange
@@ -166,6 +168,16 @@ class Conversation:
         if end > answer_start and tokens[-1] in self._eos_token_ids:
             end -= 1
         self._name_text(f"{turn} answer", (answer_start, end))
+        renderer = self.session.core.model.renderer
+        if found := reasoning_range(self.codec, renderer, tokens[answer_start:end]):
+            self._name_text(f"{turn} reasoning", found, answer_start)
+
+    def compact(self, target: float = 0.5, **settings: Any) -> "CompactionReport":
+        """Bring the session to `target` cells or fewer; see `Session.compact`.
+
+        The newest turns, the system prompt and pins stay exact.
+        """
+        return self.session.compact(target, **settings)
 
     def undo(self) -> int:
         """Rewind the last turn; return its token count. Raises InvalidArgument if it cannot."""

@@ -59,7 +59,7 @@ class SessionEdits:
             return EditReport(0, 0, 0.0, recompute)
         if recompute == "none" and core.is_forgotten((first, last)):
             return _remove_forgotten(core, first, last)
-        return _edit(core, first, last, [], recompute)
+        return edit_tokens(core, first, last, [], recompute)
 
     @computes_in_caller
     def insert(
@@ -74,7 +74,7 @@ class SessionEdits:
         Raises ContextFull if it does not fit.
         """
         at = validation.integer("at", at)
-        return _edit(self.core, at, at, self.core.encode(text, special), recompute)
+        return edit_tokens(self.core, at, at, self.core.encode(text, special), recompute)
 
     @computes_in_caller
     def replace(
@@ -92,7 +92,7 @@ class SessionEdits:
         """
         (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
         span_name = start if isinstance(start, str) else None
-        return _edit(self.core, first, last, ids, recompute, span_name)
+        return edit_tokens(self.core, first, last, ids, recompute, span_name)
 
     @computes_in_caller
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
@@ -117,10 +117,10 @@ class SessionEdits:
                 f"make_room would remove tokens {keep} to {end}, some of which are pinned: unpin "
                 "them, or increase keep"
             )
-        return _edit(core, keep, end, ids, "none")
+        return edit_tokens(core, keep, end, ids, "none")
 
 
-def _edit(
+def edit_tokens(
     core: SessionCore,
     start: int,
     end: int,
@@ -128,7 +128,10 @@ def _edit(
     recompute: Recompute,
     span_name: str | None = None,
 ) -> EditReport:
-    """Put `ids` in place of tokens `start ... end - 1`. span_name: of the span that is replaced."""
+    """Put `ids` in place of tokens `start ... end - 1`, and return the report; see `SessionEdits`.
+
+    span_name: of the span that is replaced.
+    """
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)

@@ -31,6 +31,14 @@ from kvkeep.session.alignment import (
     AlignmentOptions,
     AlignmentReport,
 )
+from kvkeep.session.compaction import (
+    COMPACTION_STEPS,
+    PLACEHOLDER,
+    CompactionPlan,
+    CompactionReport,
+    CompactionStep,
+    compact_session,
+)
 from kvkeep.session.compression import (
     CompressionPlan,
     CompressionReport,
@@ -38,7 +46,7 @@ from kvkeep.session.compression import (
     default_method_name,
 )
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
-from kvkeep.session.editing import SessionEdits
+from kvkeep.session.editing import Recompute, SessionEdits
 from kvkeep.session.evaluation import reevaluate_last
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.history import History
@@ -297,6 +305,57 @@ class Session(SessionEdits):
         )
         memory, report = compress_memory(core.memory, plan)
         core.state = replace(core.state, memory=memory)
+        trim_memory()
+        return report
+
+    @computes_in_caller
+    def compact(
+        self,
+        target: float = 0.5,
+        keep_recent: int = 2,
+        keep_results: int = 3,
+        placeholder: str = PLACEHOLDER,
+        steps: Sequence[CompactionStep] = COMPACTION_STEPS,
+        recompute: Recompute = "none",
+        calibration: Calibration | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> CompactionReport:
+        """Bring the session to `target` cells or fewer, by deleting and compressing what is old.
+
+        Three steps, until the target is reached: the oldest tool results are replaced by a
+        placeholder; the oldest reasoning is deleted; what is older than the newest turns is
+        compressed, what users said last (policy "full" only). Pinned tokens, the system prompt
+        and the newest turns stay exact. A session that is small enough does not change. Spans'
+        names say what lies where: see `kvkeep.session.message_spans`.
+
+        Args:
+            target: a number of cells, or a part of `max_kv_size` such as 0.5.
+            keep_recent: how many of the newest turns stay, as far as they take no more than half
+                of the target.
+            keep_results: how many of the newest tool results stay.
+            placeholder: the text that takes the place of a tool result.
+            steps: which of "results", "reasoning" and "compress" are allowed, in this order.
+            recompute: of the first two steps, as of `delete`. Models with states need "suffix".
+            calibration: as of `compress`.
+            progress: called with numbers of cells as the work goes on.
+
+        A step that is impossible is left out, which the report says. Raises InvalidArgument for
+        arguments that are out of range, before anything is changed.
+        """
+        if calibration is not None:
+            validation.instance("calibration", calibration, Calibration).require(self.core.model)
+        plan = CompactionPlan.checked(
+            target,
+            self.max_kv_size,
+            keep_recent=keep_recent,
+            keep_results=keep_results,
+            placeholder=placeholder,
+            steps=tuple(steps),
+            recompute=recompute,
+            calibration=calibration,
+            progress=validation.progress(progress),
+        )
+        report = compact_session(self.core, plan)
         trim_memory()
         return report
 

@@ -61,18 +61,22 @@ def compress(
 
 
 def compress_across_heads(
-    method: Eviction, runs: Sequence[Candidates], count: int
+    method: Eviction, runs: Sequence[Candidates], count: int, keeps_scores: bool = False
 ) -> Iterator[tuple[RaggedCells, Compression]]:
     """Keep the highest scored cells over all runs, layers and KV heads.
 
     runs: one per segment. count: mean number of remaining cells per layer and KV head, in all runs.
+    keeps_scores: whether the remaining cells have their scores.
     """
     start_seconds = time.perf_counter()
     num_heads = math.prod(runs[0].layers_and_heads)
-    masks = top_score_masks([score(method, candidates) for candidates in runs], count * num_heads)
+    scores = [score(method, candidates) for candidates in runs]
+    masks = top_score_masks(scores, count * num_heads)
     seconds_per_cell = (time.perf_counter() - start_seconds) / sum(map(len, runs))
-    for candidates, mask in zip(runs, masks, strict=True):
+    for candidates, mask, run_scores in zip(runs, masks, scores, strict=True):
         cells, cells_before = RaggedCells.select_from(candidates.cells, mask), len(candidates)
+        if keeps_scores:
+            cells = replace(cells, scores=run_scores[mask])
         yield cells, Compression(cells_before, len(cells), 0.0, seconds_per_cell * cells_before)
 
 
@@ -124,10 +128,13 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
     """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells.
 
     Other methods than a `CellwiseEviction` compare the cells of one head within chunks of 512.
+    Ragged cells keep the score that their text had when it was reconstructed.
     """
     cells = candidates.cells
     if isinstance(method, CellwiseEviction):
         return method.score(candidates)
+    if method.reconstruction_kind and isinstance(cells, RaggedCells) and cells.scores is not None:
+        return cells.scores
     if isinstance(cells, RaggedCells):
         scores = [
             score(method, candidates.head(layer, head, head_cells)).flatten()
