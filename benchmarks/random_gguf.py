@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.gguf_shapes import SHAPES, Shape, add_fields, matrices, vectors
 
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "MXFP4")
-_SCALE_OFFSETS = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_SCALE_OFFSETS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _WEIGHTS_AT_ONCE = 1 << 24  # weights
 
 

@@ -20,8 +20,8 @@ constexpr int kRowTile = 2;       // input rows multiplied at a time with a bloc
 constexpr int kIntegerRowTile = 1;  // the same, for rows as integers
 
 KVKEEP_INLINE void prefetch(const void* x) { __builtin_prefetch(x); }
-KVKEEP_INLINE bool prefers_nontemporal_prefetch() { return false; }
-KVKEEP_INLINE void prefetch_nontemporal(const void* x) { __builtin_prefetch(x, 0, 0); }
+KVKEEP_INLINE bool prefetches_to_second_cache() { return false; }
+KVKEEP_INLINE void prefetch_to_second_cache(const void* x) { __builtin_prefetch(x, 0, 2); }
 
 // `yield` returns at once on most processors; `isb` takes about as long as x86's `pause`.
 KVKEEP_INLINE void spin_pause() { __asm__ volatile("isb" ::: "memory"); }

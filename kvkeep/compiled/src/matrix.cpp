@@ -12,11 +12,11 @@ namespace {
 // prefetcher does not cross.
 constexpr int kPrefetchBytes = 8192;
 
-const bool kNontemporal = prefers_nontemporal_prefetch();
+const bool kSecondCache = prefetches_to_second_cache();
 
-inline void prefetch_weights(const char* x) {
-  if (kNontemporal)
-    prefetch_nontemporal(x);
+KVKEEP_INLINE void prefetch_weights(const char* x) {
+  if (kSecondCache)
+    prefetch_to_second_cache(x);
   else
     prefetch(x);
 }
