@@ -37,6 +37,10 @@ class NoSuchSession(InvalidArgument):
     """The owner has no session of that name in the engine."""
 
 
+class NoSuchPin(InvalidArgument):
+    """The owner has no pin with that id, or it has expired."""
+
+
 class Busy(KvkeepError):
     """An engine's session is in prefill or decode, and accepts no other change until that ends."""
 

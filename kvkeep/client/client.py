@@ -69,6 +69,13 @@ class _BaseClient(ApiClient):
         """List recent prompts that were not fully reused, in the form of `explain`."""
         return self.send(ApiRequest("GET", "/v1/prefix/misses"), _get_data)
 
+    def pins(self) -> Any:
+        """List the prefixes of prompts that requests have protected from eviction."""
+        return self.send(ApiRequest("GET", "/v1/prefix/pins"), _get_data)
+
+    def release_pin(self, pin_id: str) -> Any:
+        return self.send(ApiRequest("DELETE", f"/v1/prefix/pins/{pin_id}"))
+
     def operations(self) -> Any:
         """List recent operations, the newest first."""
         return self.send(ApiRequest("GET", "/v1/operations"), _get_data)

@@ -17,6 +17,7 @@ from kvkeep.engine.generation import (
     Usage,
 )
 from kvkeep.engine.operations import Operation, Totals
+from kvkeep.engine.pins import PinRequest, PrefixPin
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import Reuse, ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
@@ -31,7 +32,9 @@ __all__ = [
     "GenerationRequest",
     "Limits",
     "Operation",
+    "PinRequest",
     "PrefillProgress",
+    "PrefixPin",
     "RequestLike",
     "Reuse",
     "ReuseReport",

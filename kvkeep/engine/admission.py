@@ -118,6 +118,8 @@ class Admission:
             on_disk=len(records) - in_memory,
             nbytes=self._registry.nbytes,
             memory_limit=self._policy.limits.memory,
+            pins=len(self._registry.pins),
+            evicted_pins=self._registry.pins.evicted,
         )
 
     # A session for a request
@@ -133,9 +135,10 @@ class Admission:
         if request.prompt_logprobs is not None:  # of all tokens, so that all are evaluated
             return self._registry.add(empty_session, owner, named=False), Reuse(), None
         options = request.alignment or self.alignment
-        match, in_place, report = match_prompt(
-            prompt, self._registry.owned_by(owner), empty_session, options
-        )
+        candidates = self._registry.owned_by(owner, request.cache_key)
+        match, in_place, report = match_prompt(prompt, candidates, empty_session, options)
+        if match.record is not None:
+            self._registry.pins.extend(match.record, match.common_tokens)
         if in_place is not None or not match.resumes_session:
             self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
         if in_place is not None:
@@ -226,6 +229,7 @@ class Admission:
             self._registry.remove(record)
             return
         record.mark_changed()
+        self._registry.pins.add(record, generation.request.pins)
         seconds = usage.prefill_seconds + usage.decode_seconds
         self._operation_log.add(record, "generate", usage.evaluated + usage.generated, seconds)
 

@@ -160,6 +160,8 @@ class Engine(AbstractContextManager["Engine"]):
     sessions = _engine_method(SessionOperations.sessions)
     find = _engine_method(SessionOperations.find)
     explain = _engine_method(SessionOperations.explain)
+    pins = _engine_method(SessionOperations.pins)
+    release_pin = _engine_method(SessionOperations.release_pin)
     prepare = _engine_method(SessionOperations.prepare)
     set_notes = _engine_method(SessionOperations.set_notes)
     pin = _engine_method(SessionOperations.pin)

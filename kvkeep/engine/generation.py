@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
+from kvkeep.engine.pins import PinRequest
 from kvkeep.engine.record import SessionRecord, prefill_step_at
 from kvkeep.engine.reuse import Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
@@ -47,6 +48,7 @@ class GenerationRequest:
     end_tokens: tuple[int, ...] = ()  # beside the model's
     # How a prompt without a session reuses cells; None for the engine's default.
     alignment: AlignmentOptions | None = None
+    pins: tuple[PinRequest, ...] = ()  # of the session's first tokens, when it has ended
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
@@ -61,6 +63,11 @@ class GenerationRequest:
             validation.instance("alignment", self.alignment, AlignmentOptions)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("the request has neither a prompt nor tokens to generate")
+
+    @property
+    def cache_key(self) -> str:
+        """The client's name for the conversation, of its pins; "" for none."""
+        return next((pin.key for pin in self.pins if pin.key), "")
 
 
 # A request, or a function that returns it, called with the session's record at admission.

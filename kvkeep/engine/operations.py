@@ -40,6 +40,8 @@ class Totals:
     on_disk: int = 0
     nbytes: int = 0  # held or reserved
     memory_limit: int = 0
+    pins: int = 0  # of prefixes, now
+    evicted_pins: int = 0  # for lack of memory, before they expired
 
 
 class OperationLog:

@@ -45,6 +45,7 @@ class SessionRecord:
     saved_revision: int | None = None  # the one on disk
     saving_revision: int | None = None  # the one that is being written
     pinned: bool = False  # stays in memory
+    pinned_until: float = 0.0  # by prefix pins, on their clock
     parent: str | None = None  # name of the session that it was forked from
     # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
     # them would get the same cells, to the bit.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
@@ -43,6 +44,7 @@ class SessionRegistry:
         returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
         sessions from snapshots; None for the default of sessions."""
         self.model, self.policy = model, policy
+        self.pins = PrefixPins(policy.limits.pins_per_owner)
         self._checkpoint_bytes = checkpoint_bytes
         self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
@@ -84,10 +86,14 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[SessionRecord]:
         return iter(list(self._records.values()))
 
-    def owned_by(self, owner: str) -> list[SessionRecord]:
-        """Return an owner's sessions, the last used first."""
+    def owned_by(self, owner: str, cache_key: str = "") -> list[SessionRecord]:
+        """Return an owner's sessions, the last used first.
+
+        cache_key: of a prompt; the session that is pinned with it comes before all others.
+        """
         records = [record for record in self if record.owner == owner]
-        return sorted(records, key=lambda record: record.last_used, reverse=True)
+        preferred = self.pins.session_with_key(owner, cache_key)
+        return sorted(records, key=lambda r: (r is preferred, r.last_used), reverse=True)
 
     def get(self, name: str, owner: str) -> SessionRecord | None:
         return self._records.get((owner, name))
@@ -127,6 +133,7 @@ class SessionRegistry:
     def remove(self, record: SessionRecord) -> None:
         """Remove a session and delete its file. Raises Busy."""
         record.require_idle()
+        self.pins.detach(record)
         del self._records[record.owner, record.name]
         record.session, record.removed = None, True
         if record.file is not None:
@@ -134,7 +141,7 @@ class SessionRegistry:
 
     def remove_name(self, record: SessionRecord) -> None:
         """Make a session unnamed and delete its file. An empty one is removed. Raises Busy."""
-        session = record.session
+        session, pins = record.session, self.pins.detach(record)
         self.remove(record)
         if session is not None and session.cache.cells:
             unnamed = replace(
@@ -148,6 +155,7 @@ class SessionRegistry:
                 removed=False,
             )
             self._records[unnamed.owner, unnamed.name] = unnamed
+            self.pins.attach(unnamed, pins)
 
     # Within the memory limit
 
@@ -198,7 +206,7 @@ class SessionRegistry:
         limit = self.policy.limits.memory
         self.policy.require_fits_memory(requested_bytes)
         while self.nbytes - counted_bytes + requested_bytes > limit:
-            victim = self.policy.choose_victim(self, requester)
+            victim = self.policy.choose_victim(self, requester, self.pins.clock())
             if victim is None:
                 raise NoRoom(
                     f"the request needs {requested_bytes / 1e6:,.0f} MB; of {limit / 1e6:,.0f} MB, "
@@ -225,12 +233,23 @@ class SessionRegistry:
 
     def evict(self, record: SessionRecord) -> None:
         """Remove an idle session from memory; save it first unless it may be lost."""
+        self._drop_pins(record)
         if record.may_be_lost or not record.named:
             self.remove(record)
             return
         if record.dirty:
             self.save(record)
         record.session = None
+
+    def _drop_pins(self, record: SessionRecord) -> None:
+        """Remove the pins of a session that is evicted, and log those that have not expired."""
+        for pin in self.pins.detach(record):
+            self.pins.evicted += 1
+            _log.warning(
+                "%s of %d tokens is lost %.0f s before its expiry: all of the memory limit is used "
+                "by busy, resident and pinned sessions",
+                *(pin.id, pin.tokens, pin.expires - self.pins.clock()),
+            )
 
     # To disk and back
 

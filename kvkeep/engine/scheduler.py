@@ -24,6 +24,7 @@ class Limits:
     running_per_owner: int = 128
     sessions_per_owner: int = 1_000  # named sessions
     prompt_tokens: int = 250_000  # of one prompt
+    pins_per_owner: int = 64  # prefixes that requests protect from eviction
     save_idle_after: float = 2.0  # seconds that a session is idle before its changes are saved
 
 
@@ -77,11 +78,23 @@ class SchedulingPolicy:
         return min(prefilling, key=rank)
 
     def choose_victim(
-        self, records: Iterable[SessionRecord], requester: SessionRecord | None = None
+        self,
+        records: Iterable[SessionRecord],
+        requester: SessionRecord | None = None,
+        now: float = 0.0,
     ) -> SessionRecord | None:
-        """Return the session to evict for another: the least recently used, unnamed ones first."""
+        """Return the session to evict for another: the least recently used, unnamed ones first.
+
+        Of those that are pinned at time `now`, only if there are no others, the one that is pinned
+        for the shortest time from then on.
+        """
+
+        def rank(record: SessionRecord) -> tuple[float, bool, float]:
+            pinned_until = record.pinned_until if record.pinned_until > now else 0.0
+            return pinned_until, record.named, record.last_used
+
         candidates = (r for r in records if r is not requester and r.evictable)
-        return min(candidates, key=lambda record: (record.named, record.last_used), default=None)
+        return min(candidates, key=rank, default=None)
 
 
 class Scheduler:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from kvkeep.engine.in_place import match_prompt
 from kvkeep.engine.operations import OperationLog
+from kvkeep.engine.pins import PrefixPin
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport, best_match
@@ -51,6 +52,14 @@ class SessionOperations:
         empty_session, records = self._new_session(owner), self._registry.owned_by(owner)
         return match_prompt(prompt, records, empty_session, alignment or self._alignment)[2]
 
+    def pins(self, owner: str = "0") -> list[PrefixPin]:
+        """Return an owner's pins of prefixes, those that expire first at the beginning."""
+        return self._registry.pins.owned_by(owner)
+
+    def release_pin(self, pin_id: str, owner: str = "0") -> PrefixPin:
+        """Remove a pin of a prefix; its session stays until it is evicted. Raises NoSuchPin."""
+        return self._registry.pins.release(pin_id, owner)
+
     def create(
         self,
         /,
@@ -83,6 +92,8 @@ class SessionOperations:
         # A missing session is matched as an empty one, which is not in the registry.
         target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
         match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
+        if match.record is not None and match.record is not target:
+            self._registry.pins.extend(match.record, match.common_tokens)
         if match.resumes_session and match.record is target:
             target.live.draw_anew()  # a seed gives the same tokens as in a new session
             return match.reused_tokens

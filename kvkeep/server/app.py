@@ -35,7 +35,7 @@ from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
-from kvkeep.server.sessions import editing, generate, lifecycle, views
+from kvkeep.server.sessions import editing, generate, lifecycle, pins, views
 from kvkeep.server.transport import TransportMiddleware
 from kvkeep.version import __version__
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(chat, completions, responses, models, anthropic, completion, infill, auxiliary),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, views),
+    *(lifecycle, generate, editing, views, pins),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
@@ -157,6 +157,10 @@ class _EngineCollector(Collector):
         yield sessions
         yield gauge("kvkeep_cell_bytes", "Bytes of cells, used or reserved.", totals.nbytes)
         yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.memory_limit)
+        yield gauge("kvkeep_prefix_pins", "Pinned prefixes.", totals.pins)
+        yield counter(
+            "kvkeep_prefix_pins_evicted", "Pins lost to the memory limit.", totals.evicted_pins
+        )
         yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.prefilled)
         yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.generated)
         yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.running)

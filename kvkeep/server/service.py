@@ -2,7 +2,7 @@
 
 import asyncio
 from asyncio import wrap_future
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,6 +53,8 @@ class Service:
     context_policy: ContextPolicy = "refuse"
     prompt_rules: Sequence[PromptRule] = DEFAULT_RULES  # for the prompts of the chat APIs
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
+    # Of prefixes that requests mark, in tokens, by the digest of their text; the newest last.
+    prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
+from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from kvkeep.server.chat_input import EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
@@ -38,7 +39,8 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
-    request = GenerationRequest(tuple(prompt.ids), limit)
+    pins = await pinned_prefixes(context, body, prompt)
+    request = GenerationRequest(tuple(prompt.ids), limit, pins=pins)
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
@@ -56,7 +58,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         "model": context.service.model_name,
     }
     if body.stream:
-        events = _stream_events(stream, len(prompt.ids), fields, answer)
+        events = _stream_events(stream, request, fields, answer)
         response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
@@ -65,19 +67,24 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         answer.push(event)
 
     (result,) = await context.collect(stream, on_event=read)
-    message = {**fields, "content": content_blocks(answer.output)}
+    message: dict[str, Any] = {**fields, "content": content_blocks(answer.output)}
     message |= _stop_fields(result.finished, answer.output)
     message |= evicted_prompt_fields(result.finished.usage)
-    return JSONResponse({**message, "usage": _usage(result.finished.usage)}, headers=headers)
+    message["usage"] = usage_fields(result.finished.usage, pins)
+    return JSONResponse(message, headers=headers)
 
 
 async def _stream_events(
-    stream: GenerationStream, prompt_tokens: int, fields: dict[str, Any], answer: "_AnswerReader"
+    stream: GenerationStream,
+    request: GenerationRequest,
+    fields: dict[str, Any],
+    answer: "_AnswerReader",
 ) -> AsyncIterator[bytes]:
     """Yield the message's start before its prefill, then its blocks as they are generated."""
     # A prompt that waits for admission may be reused in part: the last usage is the right one.
-    waiting = Usage(prompt_tokens, 0, Reuse(), 0.0, 0.0, 0.0)
-    usage = _usage(stream.generations[0].usage if stream.generations else waiting)
+    waiting = Usage(len(request.prompt), 0, Reuse(), 0.0, 0.0, 0.0)
+    first_usage = stream.generations[0].usage if stream.generations else waiting
+    usage = usage_fields(first_usage, request.pins)
     message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
     yield message_event("message_start", message={**message, "usage": usage})
     yield _PING
@@ -90,7 +97,7 @@ async def _stream_events(
         yield data
     finished = stream.results[0].finished
     delta = _stop_fields(finished, answer.output)
-    fields = {"delta": delta, "usage": _usage(finished.usage)}
+    fields = {"delta": delta, "usage": usage_fields(finished.usage, request.pins)}
     yield message_event("message_delta", **fields, **evicted_prompt_fields(finished.usage))
     yield message_event("message_stop")
 
@@ -135,17 +142,6 @@ def _stop_fields(finished: Finished, output: Output) -> dict[str, Any]:
     if calls and all(call.complete for call in calls) and finished.reason in ("eos", "stop"):
         reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": finished.stop}
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.evaluated,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.reuse.tokens,
-        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
-        "output_tokens": usage.generated,
-        "service_tier": "standard",
-    }
 
 
 @router.post("/v1/messages/count_tokens")

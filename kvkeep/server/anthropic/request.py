@@ -57,6 +57,8 @@ class CountTokensRequest(RequestBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutputFormat | None = None  # an older place of `output_config.format`
+    # A mark of the whole prompt; blocks and tools have marks of their own.
+    cache_control: dict[str, Any] | None = None
 
     def chat(self) -> Chat:
         names = ("messages", "system", "tools", "tool_choice")

@@ -34,7 +34,11 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(
-        tuple(prompt.ids), limit, ignore_eos=body.ignore_eos, logprobs=logprobs
+        tuple(prompt.ids),
+        limit,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        pins=body.pins(len(prompt.ids)),
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
     budget = body.max_reasoning_tokens

@@ -11,6 +11,7 @@ from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningFields
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
 
@@ -46,7 +47,7 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-class ChatRequest(CompletionParams, ReasoningFields):
+class ChatRequest(CompletionParams, ReasoningFields, CacheFields):
     """A conversation, and how to answer it."""
 
     messages: Annotated[_Entries, Field(max_length=_MAX_MESSAGES)]

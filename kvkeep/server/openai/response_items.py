@@ -261,7 +261,7 @@ def new_response(
 ) -> dict[str, Any]:
     """Return the response object of a request that has just begun."""
     fields = {"instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"}
-    fields |= {"max_tool_calls", "top_logprobs"}
+    fields |= {"max_tool_calls", "top_logprobs", "prompt_cache_key", "prompt_cache_retention"}
     options = body.reasoning
     return {
         "id": response_id,

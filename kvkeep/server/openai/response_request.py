@@ -7,6 +7,7 @@ from pydantic import Field
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
 from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
@@ -23,7 +24,7 @@ class ReasoningOptions(ReasoningConfig):
     generate_summary: str | None = None  # an older name of `summary`
 
 
-class ResponsesRequest(SamplingParams, ReasoningFields):
+class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None

@@ -151,6 +151,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             service.max_tokens(body.max_output_tokens),
             samplings[0],
             logprobs=body.logprob_count,
+            pins=body.pins(len(prompt.ids)),
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
     except BaseException as error:

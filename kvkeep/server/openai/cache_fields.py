@@ -1,0 +1,34 @@
+"""Fields of OpenAI's APIs that say how long a prompt is kept for the next ones like it."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvkeep.engine import PinRequest
+from kvkeep.server.schemas import RequestBody
+
+_DEFAULT_SECONDS = 300.0
+# Of `prompt_cache_retention`, and of `ttl` in `prompt_cache_options`.
+_SECONDS = {"24h": 86_400.0, "12h": 43_200.0, "30m": 1_800.0}
+
+
+class CacheFields(RequestBody):
+    """How long a prompt's session is protected from eviction, and which session it prefers.
+
+    prompt_cache_key: names the conversation; its newest session is protected for five minutes after
+    each use. prompt_cache_retention: "24h" for a day. prompt_cache_options: {"ttl": "30m" or
+    "12h"}.
+    """
+
+    prompt_cache_key: Annotated[str | None, Field(max_length=1000)] = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    def pins(self, prompt_tokens: int) -> tuple[PinRequest, ...]:
+        """Return the request to pin the prompt in its session; none without these fields."""
+        lifetimes = (self.prompt_cache_retention, (self.prompt_cache_options or {}).get("ttl"))
+        seconds = max((_SECONDS.get(str(lifetime), 0.0) for lifetime in lifetimes), default=0.0)
+        if not seconds and not self.prompt_cache_key:
+            return ()
+        key = self.prompt_cache_key or ""
+        return (PinRequest(seconds or _DEFAULT_SECONDS, prompt_tokens, key),)

@@ -1,0 +1,199 @@
+"""Prefix pins: protection from eviction, expiry, limits, owners, and keys of conversations."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from engine.killed import CELL, MODEL, SETTINGS, new_engine, text
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.engine import Engine, GenerationRequest, PinRequest, SessionRecord
+from kvkeep.engine.pins import MAX_PIN_SECONDS, PrefixPins
+from kvkeep.engine.scheduler import Limits, SchedulingPolicy
+from kvkeep.errors import InvalidArgument, NoSuchPin
+
+
+@dataclass
+class Clock:
+    """A monotonic clock that tests set."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(
+    engine: Engine, seed: int, *pins: PinRequest, owner: str = "0", length: int = 50
+) -> tuple[str, int]:
+    """Prefill a prompt; return the name of its session, and how many tokens were reused."""
+    request = GenerationRequest(text(seed, length), 1, ignore_eos=True, pins=pins)
+    generation = engine.generate(request, owner=owner)
+    generation.text()
+    return generation.record.name, generation.reuse.tokens
+
+
+def session_names(engine: Engine) -> set[str]:
+    return {record.name for record in engine.sessions(unnamed=True).result()}
+
+
+def test_a_pinned_session_outlives_sessions_that_were_used_later() -> None:
+    with new_engine(cells=300) as engine:
+        pinned, _ = ask(engine, 0, PinRequest(60, tokens=48))
+        for seed in range(1, 8):
+            ask(engine, seed)
+        assert pinned in session_names(engine)
+        assert ask(engine, 0)[1] == 48
+        (pin,) = engine.pins().result()
+        assert (pin.record.name, pin.tokens, pin.hits, pin.key) == (pinned, 48, 1, "")
+
+
+def test_pins_never_break_the_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
+    with new_engine(cells=300) as engine:
+        names = [ask(engine, seed, PinRequest(600 - 60 * seed))[0] for seed in range(6)]
+        totals = engine.totals().result()
+        assert totals.nbytes <= 300 * CELL
+        kept = [name for name in names if name in session_names(engine)]
+        # The newest session is not pinned before it ends: its own pin is never the victim.
+        assert names[0] in kept
+        assert totals.pins == len(kept) == len(engine.pins().result())
+        assert totals.evicted_pins == len(names) - len(kept) > 0
+    assert "51 tokens is lost" in caplog.text
+
+
+def test_an_expired_pin_protects_nothing() -> None:
+    with new_engine(cells=300) as engine:
+        clock = Clock()
+        engine.call(lambda: setattr(engine._registry.pins, "clock", clock)).result()
+        pinned, _ = ask(engine, 0, PinRequest(300))
+        clock.now += 299
+        assert len(engine.pins().result()) == 1
+        clock.now += 2
+        assert engine.pins().result() == []
+        for seed in range(1, 8):
+            ask(engine, seed)
+        assert pinned not in session_names(engine)
+        assert engine.totals().result().evicted_pins == 0
+
+
+def test_owners_have_their_own_pins() -> None:
+    with new_engine() as engine:
+        ask(engine, 0, PinRequest(60, key="chat"), owner="one")
+        ask(engine, 0, PinRequest(60, key="chat"), owner="two")
+        (first,), (second,) = engine.pins("one").result(), engine.pins("two").result()
+        assert first.record is not second.record
+        with pytest.raises(NoSuchPin):
+            engine.release_pin(first.id, "two").result()
+        assert engine.release_pin(first.id, "one").result() == first
+        assert engine.pins("one").result() == []
+        assert engine.pins("two").result() == [second]
+
+
+def test_a_later_turn_moves_the_pin_on() -> None:
+    with new_engine() as engine:
+        prompt = text(0, 30)
+        for _ in range(3):
+            request = GenerationRequest(prompt, 1, ignore_eos=True, pins=(PinRequest(60),))
+            generation = engine.generate(request)
+            generation.text()
+            prompt = (*generation.record.live.tokens, 7)
+        (pin,) = engine.pins().result()
+        assert pin.tokens == len(prompt) - 1
+        short = PinRequest(3600, tokens=16)
+        engine.generate(GenerationRequest(prompt, 1, pins=(short, PinRequest(60)))).text()
+        pins = engine.pins().result()
+        assert [(pin.tokens, pin.seconds) for pin in pins] == [(len(prompt) + 1, 60), (16, 3600)]
+
+
+def test_prompts_with_a_key_prefer_the_session_that_had_it_last() -> None:
+    with new_engine() as engine:
+        first, _ = ask(engine, 0, PinRequest(60, key="a"))
+        second, _ = ask(engine, 0, PinRequest(60, key="b"))
+        assert first != second
+        for key, name in (("a", first), ("b", second)):
+            prompt = (*text(0, 50), ord(key))
+            request = GenerationRequest(prompt, 1, pins=(PinRequest(60, key=key),))
+            generation = engine.generate(request)
+            generation.text()
+            assert generation.reuse.session == name
+        assert [pin.key for pin in engine.pins().result()] == ["a", "b"]
+
+
+def test_a_session_that_loses_its_name_keeps_its_pins() -> None:
+    with new_engine() as engine:
+        engine.create(name="mine").result()
+        request = GenerationRequest(text(0, 40), 1, pins=(PinRequest(60),))
+        engine.generate(request, "mine").text()
+        engine.remove_name("mine").result()
+        (pin,) = engine.pins().result()
+        assert pin.record.name != "mine"
+        assert pin.record.pinned_until == pin.expires
+        engine.discard(pin.record.name).result()
+        assert engine.pins().result() == []
+
+
+@pytest.mark.parametrize("seconds", [0, -1, MAX_PIN_SECONDS + 1, float("nan")])
+def test_a_pin_needs_a_time_within_bounds(seconds: float) -> None:
+    with pytest.raises(InvalidArgument, match="a pin lasts"):
+        PinRequest(seconds)
+
+
+_OPERATIONS = st.tuples(
+    st.sampled_from(["add", "add", "add", "wait", "extend", "release", "detach", "attach"]),
+    st.integers(0, 3),  # a session
+    st.integers(1, 40),  # tokens or seconds
+    st.sampled_from(["", "", "k", "l"]),
+)
+
+
+@given(st.lists(_OPERATIONS, max_size=40))
+def test_pins_stay_within_their_limit_and_sessions_know_their_time(
+    operations: list[tuple[str, int, int, str]],
+) -> None:
+    clock = Clock()
+    pins, records = PrefixPins(3, clock), list[SessionRecord]()
+    for number in range(4):
+        session = MODEL.session(**SETTINGS)
+        session.feed(text(number % 2, 40))
+        records.append(SessionRecord(f"s{number}", str(number // 2), False, None, session))
+    for kind, index, amount, key in operations:
+        record = records[index]
+        match kind:
+            case "add":
+                pins.add(record, [PinRequest(amount, amount, key)])
+            case "wait":
+                clock.now += amount
+            case "extend":
+                pins.extend(record, amount)
+            case "release":
+                for pin in pins.owned_by(record.owner)[:1]:
+                    pins.release(pin.id, record.owner)
+            case "detach":
+                assert all(pin.record is record for pin in pins.detach(record))
+            case "attach":
+                pins.attach(records[index ^ 1], pins.detach(record))
+        all_pins = pins.owned_by("0") + pins.owned_by("1")
+        assert len(pins) == len(all_pins) <= 6
+        assert all(pin.expires > clock.now and pin.record.owner == pin.owner for pin in all_pins)
+        assert len({(pin.owner, pin.key, pin.digest) for pin in all_pins}) == len(all_pins)
+        for record in records:
+            own = [pin.expires for pin in all_pins if pin.record is record]
+            assert record.pinned_until == max(own, default=0.0)
+
+
+def test_pinned_sessions_are_the_last_victims() -> None:
+    def record(name: str, **fields: Any) -> SessionRecord:
+        session = MODEL.session(**SETTINGS)
+        return SessionRecord(name, "0", False, None, session, **fields)
+
+    policy = SchedulingPolicy(Limits())
+    late = record("late", pinned_until=90.0, last_used=1.0)
+    early = record("early", pinned_until=50.0, last_used=2.0)
+    expired = record("expired", pinned_until=10.0, last_used=4.0)
+    plain = record("plain", last_used=3.0)
+    candidates, victims = [late, early, expired, plain], list[str]()
+    while (victim := policy.choose_victim(candidates, now=20.0)) is not None:
+        victims.append(victim.name)
+        candidates.remove(victim)
+    assert victims == ["plain", "expired", "early", "late"]

@@ -1,0 +1,158 @@
+"""Pins of prefixes over HTTP: `cache_control`, `prompt_cache_key`, the list, and metrics."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server.conftest import RunningServer, running_server
+
+from kvkeep.model import Model
+from kvkeep.server.keys import ApiKeys
+
+EPHEMERAL = {"type": "ephemeral"}
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HOUR = {**EPHEMERAL, "ttl": "1h"}
+SYSTEM = "You answer in one word. " * 50
+TOOL = {"name": "look", "description": "Look at a thing.", "input_schema": {"type": "object"}}
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        for pin in pins(client):
+            client.delete(f"/v1/prefix/pins/{pin['id']}").raise_for_status()
+        yield client
+
+
+def pins(client: httpx.Client) -> list[dict[str, Any]]:
+    data: list[dict[str, Any]] = client.get("/v1/prefix/pins").json()["data"]
+    return data
+
+
+def block(text: str, mark: dict[str, str] | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": text, **({"cache_control": mark} if mark else {})}
+
+
+def ask(client: httpx.Client, *texts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Ask with a user message of blocks; return the usage of the answer."""
+    messages = [{"role": "user", "content": list(texts)}]
+    body = {"max_tokens": 1, "messages": messages, **fields}
+    response = client.post("/v1/messages", json=body)
+    usage: dict[str, Any] = response.raise_for_status().json()["usage"]
+    return usage
+
+
+def count(client: httpx.Client, *texts: dict[str, Any], **fields: Any) -> int:
+    body = {"messages": [{"role": "user", "content": list(texts)}], **fields}
+    return int(client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"])
+
+
+def test_usage_divides_the_prompt_at_the_last_mark(client: httpx.Client) -> None:
+    system = [block(f"One. {SYSTEM}", EPHEMERAL)]
+    question = block("What is it? " * 10)
+    total, short = count(client, question, system=system), count(client, block("-"), system=system)
+    first = ask(client, question, system=system)
+    created = first["cache_creation_input_tokens"]
+    assert abs(created - short) < 10
+    assert first["cache_read_input_tokens"] < 128
+    assert first["cache_creation"]["ephemeral_5m_input_tokens"] == created
+    second = ask(client, question, system=system)
+    assert second["cache_read_input_tokens"] >= created - 128
+    assert second["cache_creation_input_tokens"] == max(
+        0, created + first["cache_read_input_tokens"] - second["cache_read_input_tokens"]
+    )
+    for usage in (first, second):
+        names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+        assert sum(usage[name] for name in names) == total
+    (pin,) = pins(client)
+    assert (pin["ttl"], pin["hits"]) == (300, 1)
+    assert 290 < pin["expires_in"] <= 300
+
+
+def test_marks_of_an_hour_count_apart(client: httpx.Client) -> None:
+    fields = {"system": [block(f"Two. {SYSTEM}", HOUR)], "tools": [TOOL]}
+    usage = ask(client, block("What is it? " * 10, EPHEMERAL), block("Say."), **fields)
+    creation = usage["cache_creation"]
+    assert creation["ephemeral_1h_input_tokens"] > 200
+    assert 20 < creation["ephemeral_5m_input_tokens"] < 60
+    assert usage["cache_creation_input_tokens"] == sum(creation.values())
+    assert 0 < usage["input_tokens"] < 12
+    assert [pin["ttl"] for pin in pins(client)] == [300, 3600]
+
+
+@pytest.mark.parametrize(
+    "place", ["tool", "system", "message", "request", "earlier message", "stream"]
+)
+def test_a_mark_is_found_wherever_it_is(client: httpx.Client, place: str) -> None:
+    def mark(at: str) -> dict[str, Any]:
+        return {"cache_control": EPHEMERAL} if at == place else {}
+
+    body = {
+        "max_tokens": 1,
+        "tools": [{**TOOL, **mark("tool")}],
+        "system": [{**block(f"{place}. {SYSTEM}"), **mark("system")}],
+        "messages": [
+            {"role": "user", "content": [{**block("Hi."), **mark("earlier message")}]},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": [{**block("A word."), **mark("message")}]},
+        ],
+        **mark("request"),
+        **({"stream": True, **mark("stream")} if place == "stream" else {}),
+    }
+    total = client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    client.post("/v1/messages", json=body).raise_for_status()
+    (pin,) = pins(client)
+    assert 200 < pin["tokens"] < total
+
+
+def test_a_prompt_without_marks_is_not_pinned(client: httpx.Client) -> None:
+    usage = ask(client, block("Hello"), system=f"Three. {SYSTEM}")
+    assert usage["cache_creation_input_tokens"] == 0
+    assert pins(client) == []
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "ttl"),
+    [
+        (CHAT, {"prompt_cache_key": "chat-1", "prompt_cache_retention": "in_memory"}, 300),
+        (CHAT, {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_key": "chat-1"}, 1_800),
+        (CHAT, {"prompt_cache_retention": "24h"}, 86_400),
+        (RESPONSES, {"prompt_cache_key": "chat-1"}, 300),
+        (RESPONSES, {"prompt_cache_key": "chat-1", "prompt_cache_retention": "24h"}, 86_400),
+    ],
+)
+def test_openai_keys_and_retentions_pin_the_session(
+    client: httpx.Client, api: str, fields: dict[str, Any], ttl: float
+) -> None:
+    question = [{"role": "user", "content": f"{api}: what is it?"}]
+    name = "messages" if api == CHAT else "input"
+    limit = "max_tokens" if api == CHAT else "max_output_tokens"
+    for _ in range(2):
+        response = client.post(api, json={name: question, limit: 1, "store": False, **fields})
+        response.raise_for_status()
+        assert "X-Kvkeep-Ignored" not in response.headers
+    (pin,) = pins(client)
+    assert (pin["ttl"], pin["prompt_cache_key"]) == (ttl, fields.get("prompt_cache_key"))
+    released = client.delete(f"/v1/prefix/pins/{pin['id']}").json()
+    assert released == {"id": pin["id"], "object": "prefix_pin", "deleted": True}
+    assert pins(client) == []
+    again = client.delete(f"/v1/prefix/pins/{pin['id']}")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
+
+
+def test_pins_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) -> None:
+    ada_key, bob_key = "a" * 16, "b" * 16
+    keys = ApiKeys((ada_key, bob_key))
+    with (
+        running_server(smollm2, tmp_path / "server", keys) as running,
+        running.client(ada_key) as ada,
+        running.client(bob_key) as bob,
+    ):
+        ask(ada, block("Hello", EPHEMERAL))
+        (pin,) = pins(ada)
+        assert pins(bob) == []
+        assert bob.delete(f"/v1/prefix/pins/{pin['id']}").status_code == 404
+        assert pins(ada)[0]["id"] == pin["id"]
+        assert "kvkeep_prefix_pins 1.0" in ada.get("/metrics").text
