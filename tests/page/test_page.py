@@ -205,6 +205,19 @@ def test_a_missed_prompt_has_a_card(page: Page, client: httpx.Client) -> None:
     expect(page.locator(".card").first).to_contain_text("This prompt")
 
 
+def test_pinned_prompts_are_listed_and_released(page: Page, client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "What is two and two?"}]
+    options = {"messages": messages, "max_tokens": 2, "prompt_cache_key": "sums"}
+    client.post("/v1/chat/completions", json=options).raise_for_status()
+    page.get_by_role("link", name="Missed prompts").click()
+    pin = page.locator(".pins li", has_text="key sums")
+    expect(pin).to_contain_text("5 minutes left")
+    pin.get_by_role("button", name="Release").click()
+    expect_status(page, "released")
+    expect(pin).to_have_count(0)
+    assert client.get("/v1/prefix/pins").json()["data"] == []
+
+
 def test_two_tabs_show_the_same(page: Page, client: httpx.Client) -> None:
     name = create_fed_session(client)
     show(page, name)

@@ -1,9 +1,10 @@
-// Prompts that missed the prefix cache: where they differ from the nearest text, and why.
+// Prompts that missed the prefix cache: where they differ from the nearest text, and why. Pinned prompts.
 
 import { get, send } from "./api.js";
 import { clock, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 
 const PATH = "/v1/prefix/misses";
+const PINS_PATH = "/v1/prefix/pins";
 const REASONS = {
   cold: "No evaluated text begins with the same tokens.",
   differs: "The nearest text continues differently.",
@@ -17,12 +18,42 @@ const REASONS = {
   settings: "The nearest session has another policy, budget, prefill step or KV bits.",
 };
 
-export async function misses(container, { parts }) {
-  const { data } = await get(PATH);
+export async function misses(container, { parts, edits }) {
+  const [{ data }, pins] = await Promise.all([get(PATH), get(PINS_PATH)]);
   const [, selected] = parts; // the number of one prompt, in the URL
   const shown = selected ? data.filter((miss) => String(miss.number) === selected) : data;
   const cards = h("div", {}, shown.length ? shown.map((miss) => card(miss, selected)) : h("p", {}, "No missed prompts yet."));
-  fill(container, title(selected ? `Missed prompt ${selected}` : "Missed prompts", PATH), explainForm(cards), cards);
+  const heading = title(selected ? `Missed prompt ${selected}` : "Missed prompts", PATH);
+  fill(container, heading, explainForm(cards), selected ? null : pinnedPrompts(pins.data, edits), cards);
+}
+
+// The prompts that requests protect from eviction; null if there are none.
+function pinnedPrompts(pins, edits) {
+  if (!pins.length) return null;
+  return h("section", { class: "pins" }, h("h2", {}, "Pinned prompts"), h("ul", {}, pins.map((pin) => pinEntry(pin, edits))));
+}
+
+function pinEntry(pin, edits) {
+  const release = async () => {
+    try {
+      await send("DELETE", `${PINS_PATH}/${pin.id}`);
+      entry.remove();
+      showStatus("released");
+    } catch (error) {
+      showStatus(error.message, true);
+    }
+  };
+  const key = pin.prompt_cache_key === null ? "" : `, key ${pin.prompt_cache_key}`;
+  const minutes = Math.ceil(pin.expires_in / 60);
+  const entry = h(
+    "li",
+    {},
+    `${number(pin.tokens)} tokens in `,
+    sessionLink(pin.session),
+    `${key}: ${number(minutes)} ${minutes === 1 ? "minute" : "minutes"} left. `,
+    edits ? h("button", { onclick: release }, "Release") : null,
+  );
+  return entry;
 }
 
 function explainForm(cards) {
