@@ -15,7 +15,8 @@ from kvkeep.errors import InvalidArgument
 
 # Claude Code's first system block: pairs such as "cc_version=2.1.177; cch=36ee5;", for billing.
 _BILLING_HEADER = re.compile(
-    r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \t]*\n{0,2}"
+    r"\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+"
+    r"(?:[ \t]*[\w.-]+=[^;\s]*(?=\n|\Z))?[ \t]*\n{0,2}"  # the last semicolon may be missing
 )
 _MAX_LINE = 200  # characters of a line that states only a date or an id
 _BULLET = r"[ \t]*(?:[-*][ \t]+)?(?:\*\*)?"

@@ -29,7 +29,7 @@ def applied(name: str, conversation: Chat) -> Chat:
     return result
 
 
-@pytest.mark.parametrize("between", ["", "\n", "\n\n", " \n"])
+@pytest.mark.parametrize("between", ["", "\n", "\n\n", " \n", " cc_workload=cron\n"])
 def test_the_billing_header_is_dropped_and_nothing_else(between: str) -> None:
     turns = [("user", HEADER), ("assistant", HEADER), ("system", HEADER), ("user", "And now?")]
     result = applied("billing-header", chat(("system", HEADER + between + INSTRUCTIONS), *turns))
