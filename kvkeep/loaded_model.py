@@ -16,7 +16,7 @@ from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.spec.pooling import Pooling, read_pooling
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.text.end_of_turn import end_token_ids
+from kvkeep.models.text.end_of_turn import end_token_ids, message_end_ids
 from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
 from kvkeep.session.default_sampling import model_sampling
@@ -57,6 +57,11 @@ class LoadedModel:
         The fingerprint covers only `spec.eos_token_ids`, so that older snapshots stay valid.
         """
         return end_token_ids(self.spec, self.text)
+
+    @cached_property
+    def message_end_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end a message in the chat template, of any role."""
+        return message_end_ids(self.spec, self.text)
 
     @cached_property
     def renderer(self) -> "ChatRenderer":

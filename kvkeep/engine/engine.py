@@ -15,12 +15,13 @@ from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord, max_memory_bytes
+from kvkeep.engine.record import SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
 from kvkeep.session.alignment import AlignmentOptions

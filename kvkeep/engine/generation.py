@@ -15,11 +15,13 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.engine.pins import PinRequest
-from kvkeep.engine.record import SessionRecord, prefill_step_at
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import Reuse
+from kvkeep.engine.steps import StepGrid, prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.evaluation import step_end
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
@@ -176,6 +178,7 @@ class Generation(Iterator[GenerationEvent]):
         self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | AlignedFeeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
+        self._text: Sequence[int] = ()  # the session's tokens with the whole prompt
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
         self._end_token: GeneratedToken | None = None
         self._submit_time = time.perf_counter()
@@ -215,7 +218,9 @@ class Generation(Iterator[GenerationEvent]):
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
         self.phase = "decode" if feeding is None else "prefill"
-        self._step_aligned = self.record.step_aligned_tokens == len(self.record.live.tokens)
+        tokens = self.record.live.tokens
+        self._step_aligned = self.record.step_aligned_tokens == len(tokens)
+        self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
         if feeding is None:
             self._prefill_start = self._prefill_end = time.perf_counter()
         if feeding is not None or reuse.tokens:
@@ -227,15 +232,24 @@ class Generation(Iterator[GenerationEvent]):
         if self._prefill_start is None:
             self._prefill_start = time.perf_counter()
         session = self.record.live
-        step = self._feeding.step(prefill_step_at(session.prefill_step, len(session.tokens)))
+        step = self._feeding.step(self._next_step_end(self._feeding))
         if step.reused:
             self.reuse = replace(self.reuse, tokens=self.reuse.tokens + step.tokens, source="store")
         if self._step_aligned:
             self.record.step_aligned_tokens = self.record.end_of_last_step(len(session.tokens))
         self._emit_progress(step.scores)
         if not self.prefill_remaining:
-            self._feeding, self.phase = None, "decode"
+            self._feeding, self.phase, self._text = None, "decode", ()
             self._prefill_end = time.perf_counter()
+
+    def _next_step_end(self, feeding: Feeding | AlignedFeeding) -> int:
+        """Return after how many tokens of a prompt its next step ends."""
+        session, done = self.record.live, feeding.done
+        if self._step_aligned:
+            start = len(session.tokens)
+            return done + StepGrid.of(session).next_end(self._text, start) - start
+        # Nothing reuses single steps of this session, so that the fewest are the best.
+        return step_end(done, prefill_step_at(session.prefill_step, len(session.tokens)))
 
     def check_can_decode(self) -> bool:
         """Return whether another token may be generated; end the generation if not."""

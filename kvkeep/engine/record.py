@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvkeep.cache.checkpoint import max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
+from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
@@ -16,8 +17,6 @@ from kvkeep.session.session import Session
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
 _STORAGE_FACTOR = 9 / 8
-DEFAULT_PREFILL_STEP = 128  # tokens; small, since running generations wait for each step
-_FULL_SIZE_STEPS = 12  # prefill steps after which the step size is halved
 
 Activity = Literal["idle", "generating", "changing"]
 
@@ -151,9 +150,8 @@ class SessionRecord:
             )
 
     def end_of_last_step(self, token_count: int) -> int:
-        """Return the end of the last whole prefill step: for 500 tokens in steps of 128, 384."""
-        step = prefill_step_at(self.live.prefill_step, token_count)
-        return token_count // step * step
+        """Return the end of the last whole prefill step of the first `token_count` tokens."""
+        return StepGrid.of(self.live).last_end(self.live.tokens, token_count)
 
     def lower_token_counts(self, length_before: int) -> None:
         """Lower `step_aligned_tokens` and `sampled_length` if tokens were removed.
@@ -173,19 +171,6 @@ class SessionRecord:
         self.revision += 1
         self.last_used = time.monotonic()
         self.first_edit = self.first_edit or edit
-
-
-def prefill_step_at(prefill_step: int, position: int) -> int:
-    """Return the number of tokens of the prefill step that begins at token `position`.
-
-    Running generations wait for a prefill step, whose attention takes longer the more tokens
-    precede it. So a session's `prefill_step` is halved after twelve steps, unless it is odd or
-    larger than the default. The result depends only on the position, so that a prompt is always
-    evaluated in the same steps.
-    """
-    may_halve = prefill_step <= DEFAULT_PREFILL_STEP and prefill_step % 2 == 0
-    halve = may_halve and position >= _FULL_SIZE_STEPS * prefill_step
-    return prefill_step // 2 if halve else prefill_step
 
 
 def max_session_bytes(session: Session, new_tokens: int | None) -> int:
@@ -219,10 +204,11 @@ def _max_checkpoint_bytes(
     num_tokens: in the cache then. Any of the present checkpoints may stay; another one is taken
     before the new tokens, and one at the end of each step.
     """
-    cache, step = memory.cache, max(1, prefill_step // 2)  # `prefill_step_at`
+    # Of two steps in a row, one may be shorter: see `StepGrid`.
+    cache, step = memory.cache, max(1, min(prefill_step // 2, MIN_MESSAGE_STEP))
     count = max_checkpoint_count(num_tokens, step)
     if new_tokens is not None:
-        count = min(count, new_tokens // step)
+        count = min(count, 1 + 2 * new_tokens // step)
     count += len(memory.checkpoints.entries) + 1
     nbytes = sum(state.nbytes for state in cache.recurrent_states.values())
     if (states := memory.decoder.spec.states) is not None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.steps import StepGrid
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import (
     BlockStream,
@@ -99,8 +100,9 @@ class Match:
         step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
         new_record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
         new_record.sampled_length = self.reused_tokens if self.resumes_session else 0
-        if not self.resumes_session:
-            new_record.live.branch_at(new_record.end_of_last_step(self.common_tokens))
+        if not self.resumes_session and self.nearest_text is not None:
+            grid = StepGrid.of(new_record.live)
+            new_record.live.branch_at(grid.last_end(self.nearest_text, self.common_tokens))
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
     anchors = sum(segment.length for segment in cache.segments if segment.is_anchor)
     limit = min(limit, window + anchors)
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
-    has_sampled_tokens = limit >= record.step_aligned_tokens + session.prefill_step
+    has_sampled_tokens = record.end_of_last_step(limit) > record.step_aligned_tokens
     return min(limit, record.step_aligned_tokens), "sampled" if has_sampled_tokens else ""
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.engine.generation import Generation, Phase
-from kvkeep.engine.record import DEFAULT_PREFILL_STEP, SessionRecord
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import NoRoom
 from kvkeep.session.group import SessionGroup
 

@@ -10,7 +10,7 @@ from kvkeep.loaded_model import LoadedModel
 from kvkeep.models.spec.pooling import Pooling
 from kvkeep.policies.full import Full
 from kvkeep.runtime.worker import computes_in_worker
-from kvkeep.session.evaluation import evaluate_step
+from kvkeep.session.evaluation import evaluate_step, step_end
 from kvkeep.session.memory import Memory
 
 _MIN_CELLS = 16
@@ -61,4 +61,5 @@ def normalized(vector: Tensor) -> Tensor:
 @computes_in_worker
 def _evaluate(memory: Memory, ids: Sequence[int], done: int, prefill_step: int) -> Tensor:
     """Evaluate one step; return its hidden states after the final norm, `[n, hidden_size]`."""
-    return evaluate_step(memory, ids, done, prefill_step).hidden.float().cpu()
+    end = step_end(done, prefill_step)
+    return evaluate_step(memory, ids, done, end).hidden.float().cpu()

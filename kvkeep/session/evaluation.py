@@ -104,7 +104,7 @@ def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[
     """Evaluate token ids into a memory, one step at each iteration."""
     done = 0
     while done < len(ids):
-        result = evaluate_step(memory, ids, done, prefill_step)
+        result = evaluate_step(memory, ids, done, step_end(done, prefill_step))
         done += result.hidden.shape[0]
         yield result
 
@@ -119,28 +119,35 @@ def evaluate_all(
         memory.pin(len(memory.tokens) - len(ids), len(memory.tokens))
 
 
-@torch.inference_mode()
-def evaluate_step(
-    memory: Memory, ids: Sequence[int], done: int, prefill_step: int, sampled: bool = False
-) -> StepResult:
-    """Evaluate the next step of the ids, of which the first `done` are in the memory.
-
-    sampled: whether the model itself has chosen the ids; `prefill_step` is 1 then.
-    """
-    chunk = make_room_for_chunk(memory, ids, done, prefill_step)
-    return evaluate_chunk(memory, chunk, is_last=done + len(chunk) == len(ids), sampled=sampled)
-
-
-def make_room_for_chunk(
-    memory: Memory, ids: Sequence[int], done: int, prefill_step: int
-) -> Sequence[int]:
-    """Have the policy prepare the segment that takes the next step's cells; return its ids.
+def step_end(done: int, prefill_step: int) -> int:
+    """Return after how many tokens of a text a step ends that begins after `done` tokens.
 
     Steps end at multiples of `prefill_step`, whatever the policy made of those before, so that two
     prompts are evaluated in the same steps for as long as they are equal. With `prefill_step` 512
     and 300 tokens done, the next step is of 212.
     """
-    max_size = min(len(ids) - done, prefill_step - done % prefill_step)
+    return done - done % prefill_step + prefill_step
+
+
+@torch.inference_mode()
+def evaluate_step(
+    memory: Memory, ids: Sequence[int], done: int, end: int, sampled: bool = False
+) -> StepResult:
+    """Evaluate the next step of the ids, of which the first `done` are in the memory.
+
+    end: after how many of the ids it ends at the latest. sampled: whether the model itself has
+    chosen the ids; it is a step of one token then.
+    """
+    chunk = make_room_for_chunk(memory, ids, done, end)
+    return evaluate_chunk(memory, chunk, is_last=done + len(chunk) == len(ids), sampled=sampled)
+
+
+def make_room_for_chunk(memory: Memory, ids: Sequence[int], done: int, end: int) -> Sequence[int]:
+    """Have the policy prepare the segment that takes the next step's cells; return its ids.
+
+    done, end: see `evaluate_step`. The policy may end the step earlier.
+    """
+    max_size = min(len(ids), end) - done
     # Storage for an answer to a long prompt is reserved, or its first token would move all cells.
     reserved = MIN_GROWTH if len(ids) > MIN_GROWTH else 0
     step_size = memory.policy.open(memory.cache, max_size, len(ids) - done - max_size + reserved)

@@ -11,7 +11,12 @@ from kvkeep.models.layers.primitives import require_finite
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.core import SessionCore, StateChange
-from kvkeep.session.evaluation import StepTransaction, evaluate_chunk, make_room_for_chunk
+from kvkeep.session.evaluation import (
+    StepTransaction,
+    evaluate_chunk,
+    make_room_for_chunk,
+    step_end,
+)
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
@@ -113,7 +118,8 @@ def _open_last_step(
     hidden, done, chunked_ids = list[Tensor](), 0, ids[:-1] if grouped else ids
     while done < len(chunked_ids):
         with interrupts_deferred(), torch.inference_mode():
-            chunk = make_room_for_chunk(memory, chunked_ids, done, prefill_step)
+            end = step_end(done, prefill_step)
+            chunk = make_room_for_chunk(memory, chunked_ids, done, end)
             done += len(chunk)
             if done == len(ids):
                 return hidden, chunk

@@ -9,7 +9,7 @@ from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step
+from kvkeep.session.evaluation import evaluate_step, step_end
 from kvkeep.session.scoring import TokenScores, score_tokens
 from kvkeep.session.stored_prefix import StoredPrefix
 
@@ -87,10 +87,10 @@ class Feeding(Iterator[FeedStep]):
         return self.step()
 
     @computes_in_worker
-    def step(self, size: int | None = None) -> FeedStep:
-        """As `next`, with a step of at most `size` tokens; None for the session's `prefill_step`.
+    def step(self, end: int | None = None) -> FeedStep:
+        """As `next`, with a step that ends after at most `end` tokens of the prompt.
 
-        Steps end at multiples of `size`, counted from the first token of the prompt.
+        None for the next multiple of the session's `prefill_step`, from the prompt's first token.
         """
         if self._closed or self.done == self.total:
             raise StopIteration
@@ -100,8 +100,8 @@ class Feeding(Iterator[FeedStep]):
                 self._load_prefix()
             reused = self.done > done_before
             if not reused:
-                size = size or self._core.prefill_step
-                scores = self._evaluate(size)
+                size = self._core.prefill_step
+                scores = self._evaluate(step_end(self.done, size) if end is None else end)
                 self._prefix.store_blocks(self._core.memory, min(self.total - self.done, size))
         finally:
             self._seconds += time.perf_counter() - started
@@ -124,8 +124,8 @@ class Feeding(Iterator[FeedStep]):
                 core.state = state
                 self._advance(prefix.num_reused)
 
-    def _evaluate(self, size: int) -> TokenScores | None:
-        """Evaluate one step of at most `size` tokens, and commit it to the session."""
+    def _evaluate(self, end: int) -> TokenScores | None:
+        """Evaluate one step, up to `end` tokens of the prompt, and commit it to the session."""
         core, scores = self._core, None
         if core.memory.tokens is not self._tokens_after_step:
             self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
@@ -136,8 +136,8 @@ class Feeding(Iterator[FeedStep]):
                 last_hidden = state.memory.hidden
                 if not self.done:
                     state.memory.take_checkpoint()  # at the boundary of a message
-                result = evaluate_step(state.memory, self._ids, self.done, size)
-                if not (self.done + len(result.hidden)) % size:
+                result = evaluate_step(state.memory, self._ids, self.done, end)
+                if self.done + len(result.hidden) == end:
                     state.memory.take_checkpoint()
                 if self._top_logprobs is not None:
                     targets = self._ids[self.done : self.done + len(result.hidden)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step
+from kvkeep.session.evaluation import evaluate_step, step_end
 
 _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
@@ -41,8 +41,8 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     with session_transaction([core]) as (state,):
         last_hidden = state.memory.hidden
         state.keep_first_prompt(len(ids))
-        size = 1 if sampled else core.prefill_step
-        hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
+        end = step_end(done, 1 if sampled else core.prefill_step)
+        hidden = evaluate_step(state.memory, ids, done, end, sampled).hidden
         targets = ids[done : done + len(hidden)]
         return score_tokens(state.memory.decoder, last_hidden, hidden, targets).logprobs
 

@@ -4,6 +4,7 @@ A generation that continues after a sampled token (the next turn of a chat), or 
 is compared with the same requests, and no others, in an engine of their own.
 """
 
+import copy
 import random
 from contextlib import ExitStack
 from dataclasses import replace
@@ -43,7 +44,8 @@ class World:
         folder: Path | None = None,
         company: bool = True,
     ):
-        self.model, self.settings, self.folder = model, settings, folder
+        self.model, self.settings, self.folder = copy.copy(model), settings, folder
+        self.model.message_end_ids = frozenset(range(1, 12))  # so steps end at some of these, too
         self._company, self._sizes = company, (1, 1, 2, 3, 5) if company else (1,)
         self.random = random.Random(seed)
         self.works: dict[str, tuple[Work, ...]] = {}

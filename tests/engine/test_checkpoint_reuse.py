@@ -138,7 +138,7 @@ def test_sessions_from_snapshots_have_the_engine_s_limit(tmp_path: Path) -> None
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
 def test_random_generations_equal_the_request_alone(name: str, disk: bool, tmp_path: Path) -> None:
     """With torch, where rows of larger forward passes differ by rounding: one at a time."""
-    settings = {**SETTINGS, "max_kv_size": 600}
+    settings = {**SETTINGS, "max_kv_size": 600, "prefill_step": 64}
     require_alike(World(MODELS[name], settings, 1, tmp_path if disk else None, company=False), 20)
 
 

@@ -17,7 +17,7 @@ from kvkeep.engine import (
     Limits,
     PrefillProgress,
 )
-from kvkeep.engine.record import prefill_step_at
+from kvkeep.engine.steps import prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling

@@ -142,12 +142,10 @@ def test_odd_steps_are_not_halved_deep_in_a_prompt(step: int) -> None:
     assert require_alone({**FULL, "prefill_step": step}, [earlier, longer]).reuse.tokens
 
 
-def test_a_prompt_is_evaluated_in_steps_of_the_size_that_is_passed() -> None:
+def test_a_prompt_is_evaluated_in_steps_that_end_where_they_are_told_to() -> None:
     session = MODEL.session(**FULL, prefill_step=32)
     feeding = session.feeding(text(100))
-    sizes = (5, 10, 16, None, 8)
-    assert [feeding.step(size).tokens for size in sizes] == [5, 5, 6, 16, 8]
-    assert session.prefill_step == 32
+    assert [feeding.step(end).tokens for end in (5, 10, 16, None, 40)] == [5, 5, 6, 16, 8]
     assert [step.tokens for step in feeding] == [24, 32, 4]
     with pytest.raises(StopIteration):
         feeding.step(5)

@@ -17,7 +17,7 @@ from kvkeep import Sampling, load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.text.end_of_turn import end_token_ids
+from kvkeep.models.text.end_of_turn import end_token_ids, message_end_ids
 from kvkeep.server.grammar import Grammar
 from kvkeep.storage.snapshots.fingerprint import compute_fingerprint
 from tests.models.chat_templates import TEMPLATES
@@ -97,6 +97,34 @@ def test_template_reveals_the_end_of_a_turn(
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text(template)
     assert ends(text) == known | closing
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TEMPLATES["qwen"], {"<|stop|>"}),
+        (TEMPLATES["gemma"], {"<end_of_turn>"}),
+        (TEMPLATES["mistral"], {"[/INST]", "</s>"}),
+        # Nothing closes a message but the token that begins the next one, as GLM has it.
+        (
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}",
+            {"<|user|>", "<|assistant|>"},
+        ),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", set()),
+        ("{{ raise_exception('no chat here') }}", set()),
+    ],
+)
+def test_template_reveals_the_ends_of_messages(
+    tmp_path: Path, template: str, expected: set[str]
+) -> None:
+    text = codec_with(tmp_path, [*CONTROL, "<end_of_turn>", "<|assistant|>"])
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert not message_end_ids(small_spec(), text)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    found = {text.token_bytes(index).decode() for index in message_end_ids(small_spec(), text)}
+    assert expected <= found
+    assert not found - expected - ends(text) - {text.token_bytes(0).decode()}
 
 
 HARMONY = (

@@ -1,6 +1,9 @@
-"""The tokens that end a generation, from all files of a model, since these often disagree."""
+"""The tokens that end a generation or a message, from all files of a model.
 
-from collections.abc import Iterable, Iterator, Mapping
+The files often disagree.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,8 @@ from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 
-# Marks the assistant's message in a rendering. Letters only, so that no template trims it.
-_ANSWER_MARK = "kvkeepanswer"
+# Marks a message in a rendering. Letters only, so that no template trims it.
+_MARK = "kvkeepmessage"
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _END_TOKEN_FIELDS = ("eos_token", "eot_token", "eom_token")
@@ -45,6 +48,22 @@ def end_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def message_end_ids(spec: ModelSpec, codec: TextCodec) -> frozenset[int]:
+    """Return the ids of the tokens that end a message in the chat template, of any role.
+
+    They are the first control tokens after a message's text, such as <|im_end|>, [/INST] after a
+    user's message, or <|assistant|> if nothing closes a message; and those that end a generation.
+    None for a model without a template, or whose template writes no control tokens there.
+    """
+    contents = {"role": "user", "content": _MARK}, {"role": "assistant", "content": "-"}
+    chats = [[{"role": "system", "content": _MARK}, *contents], list(contents)]
+    user_end_ids = {token_id for chat in chats for token_id in _ids_after_mark(codec, chat)}
+    answer_end_ids = _template_end_ids(codec)
+    if not user_end_ids and not answer_end_ids:
+        return frozenset()
+    return frozenset([*user_end_ids, *answer_end_ids, *end_token_ids(spec, codec)])
+
+
 def _config_end_ids(folder: Path) -> Iterator[int]:
     for name in _CONFIG_FILES:
         config = _read_json_or_empty(folder / name)
@@ -71,17 +90,25 @@ def _template_end_ids(codec: TextCodec) -> list[int]:
     not in gpt-oss, which closes its last message with <|return|>, and earlier ones with <|end|>.
     """
     question = {"role": "user", "content": "-"}
-    answer = {"role": "assistant", "content": _ANSWER_MARK}
+    answer = {"role": "assistant", "content": _MARK}
     chats = [[question, answer], [question, answer, question]]
     for messages in chats[:1] if _uses_channels(codec) else chats:
-        try:
-            rendered = codec.chat(messages, add_generation_prompt=False).sealed
-            end_ids = [_leading_added_id(codec, s) for s in rendered.split(_ANSWER_MARK)[1:]]
-        except KvkeepError:
-            continue
-        if ids := [token_id for token_id in end_ids if token_id is not None]:
+        if ids := _ids_after_mark(codec, messages):
             return ids
     return []
+
+
+def _ids_after_mark(codec: TextCodec, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the ids of control tokens that the template writes right after marked contents.
+
+    None if it refuses the messages.
+    """
+    try:
+        rendered = codec.chat(messages, add_generation_prompt=False).sealed
+        end_ids = [_leading_added_id(codec, s) for s in rendered.split(_MARK)[1:]]
+    except KvkeepError:
+        return []
+    return [token_id for token_id in end_ids if token_id is not None]
 
 
 def _leading_added_id(codec: TextCodec, sealed: str) -> int | None:
