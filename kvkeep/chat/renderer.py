@@ -5,7 +5,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_nam
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
+from kvkeep.chat.write_back import PROBE_TOOL, AnswerWriter, WrittenHistory
+from kvkeep.chat.written import FindWritten
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
@@ -42,10 +44,10 @@ class RenderOptions:
     """Options of one rendering.
 
     continue_final: whether the prompt ends inside the last message, which the model continues; None
-    for "if it is the assistant's". generation_prompt: whether another prompt ends where the model's
-    answer begins. reasoning_effort: such as "low", for templates that have it; "none" for no
-    reasoning. enable_thinking: whether the model reasons, None for the template's
-    default. template_kwargs: more variables for the template.
+    for "if it is the assistant's". generation_prompt: whether another ends where the answer begins.
+    reasoning_effort: such as "low", for templates that have it; "none" for no reasoning.
+    enable_thinking: whether the model reasons, None for the template's default. template_kwargs:
+    more variables for the template.
     """
 
     continue_final: bool | None = None
@@ -72,14 +74,18 @@ class RenderOptions:
 class RenderedPrompt:
     """A conversation as a prompt.
 
-    starts_in_reasoning: whether the prompt ends where reasoning has begun. warnings: what had to be
-    changed for the template, in words.
+    text: as the template writes it. ids: of it, except that answers of the history may be in the
+    tokens that the model sampled; written_back: how many. starts_in_reasoning: whether the prompt
+    ends where reasoning has begun. continues: whether it ends inside the last message. warnings:
+    what had to be changed for the template, in words.
     """
 
     text: ChatText
     ids: list[int]
     starts_in_reasoning: bool
     warnings: tuple[str, ...] = ()
+    written_back: int = 0
+    continues: bool = False
 
 
 class ChatRenderer:
@@ -110,12 +116,26 @@ class ChatRenderer:
         """Read answers in a format by name. Raises InvalidArgument for an unknown one."""
         self.output_format = format_by_name(name, self._codec.control_texts)
 
-    def render(self, chat: Chat, options: RenderOptions = RenderOptions()) -> RenderedPrompt:
+    def render(
+        self,
+        chat: Chat,
+        options: RenderOptions = RenderOptions(),
+        find_written: FindWritten | None = None,
+    ) -> RenderedPrompt:
         """Render a conversation, up to where the model's answer begins or continues.
 
-        Raises UnsupportedModel without a template, and InvalidArgument for a conversation that the
+        find_written: finds the sampled tokens of an answer; see `write_back`. Raises
+        UnsupportedModel without a template, and InvalidArgument for a conversation that the
         template refuses, or whose last message it cannot continue.
         """
+        text = self._render_text(chat, options)
+        history = find_written and self._write_back(chat, options, text.text, find_written)
+        if history:
+            return replace(text, ids=history.ids, written_back=history.count)
+        return replace(text, ids=self._codec.encode(text.text))
+
+    def _render_text(self, chat: Chat, options: RenderOptions) -> RenderedPrompt:
+        """Render a conversation, without ids."""
         tools = chat.callable_tools
         listed = tuple(tool for tool in tools if not tool.deferred)
         messages, warnings = rewrite_messages(chat.messages, listed, self.traits)
@@ -133,9 +153,32 @@ class ChatRenderer:
         else:
             text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
-        ids = self._codec.encode(text)
         all_warnings = (*media_warnings(chat.messages), *warnings)
-        return RenderedPrompt(text, ids, in_reasoning, all_warnings)
+        return RenderedPrompt(text, [], in_reasoning, all_warnings, continues=continued)
+
+    def _write_back(
+        self, chat: Chat, options: RenderOptions, text: ChatText, find_written: FindWritten
+    ) -> WrittenHistory | None:
+        """Return the ids of a history with answers in sampled tokens; None if there are none."""
+        history = [(n, find_written(message)) for n, message in enumerate(chat.messages[:-1])]
+        answers = {number: found for number, found in history if found}
+        if not answers or not self._turns_are_delimited:
+            return None
+        return self._answer_writer(chat, options).write_back(chat.messages, answers, text)
+
+    def _answer_writer(self, chat: Chat, options: RenderOptions) -> AnswerWriter:
+        def render(messages: Sequence[Message], prompt: bool | None = None) -> ChatText:
+            end: dict[str, Any]
+            end = {} if prompt is None else {"continue_final": False, "generation_prompt": prompt}
+            new_chat = replace(chat, messages=tuple(messages))
+            return self._render_text(new_chat, replace(options, **end)).text
+
+        return AnswerWriter(self._codec, self.output_format, render)
+
+    @cached_property
+    def _turns_are_delimited(self) -> bool:
+        """Whether control tokens set the turns of a conversation apart."""
+        return self._answer_writer(Chat((), (PROBE_TOOL,)), RenderOptions()).turns_are_delimited()
 
     def new_reader(self) -> OutputReader:
         """Return a reader for an answer without calls, from where the template's text ends on."""

@@ -2,7 +2,8 @@
 
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +12,9 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.chat.written import written_answer
 from kvkeep.server.answer_grammar import compile_answer
-from kvkeep.server.service import RequestContext
+from kvkeep.server.service import GenerationResult, GenerationStream, RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
 
@@ -55,6 +57,8 @@ class ChatInput:
     context: RequestContext
     # With a schema, the tools whose calls may be bare JSON: see `OutputReader`.
     schema_calls: frozenset[str] | None = None
+    # One for each generation, in order.
+    _readers: list[OutputReader] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -95,7 +99,37 @@ class ChatInput:
         )
 
     def new_reader(self) -> OutputReader:
-        """Return a reader for one generation's answer."""
+        """Return a reader for the next generation's answer."""
+        self._readers.append(self._reader())
+        return self._readers[-1]
+
+    def remember(self, stream: GenerationStream) -> None:
+        """Remember the tokens of the stream's complete answers, for when clients send them back."""
+        if not self.prompt.continues:
+            stream.on_finished = self._remember
+
+    def _remember(self, index: int, result: GenerationResult) -> None:
+        if result.finished.reason != "eos" or index >= len(self._readers):
+            return
+        reader = self._reader()
+        for token in result.tokens:
+            reader.push(token.pieces)
+        reader.push([result.finished.text])
+        reader.finish()
+        call_ids = tuple(call.id for call in self._readers[index].output.calls)
+        answer = written_answer(
+            reader.output,
+            [token.token for token in result.tokens],
+            self.renderer.output_format,
+            self.context.tokenizer,
+            self.ids,
+            self.prompt.starts_in_reasoning,
+            call_ids,
+        )
+        if answer is not None:
+            self.context.service.written.add(self.context.owner, reader.output.message(), answer)
+
+    def _reader(self) -> OutputReader:
         return OutputReader(
             self.renderer.output_format,
             self.chat.callable_tools,
@@ -115,11 +149,14 @@ async def chat_input(
     """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`.
 
     The service's prompt rules change it first. The response's headers name the rules that did, and
-    what the template cannot take.
+    what the template cannot take. Answers that the server generated for the owner are in the tokens
+    that the model sampled.
     """
     chat, rules = apply_rules(chat, context.service.prompt_rules)
     context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
-    prompt = await to_thread(renderer.render, chat, options)  # a long text would block the loop
+    find_written = partial(context.service.written.find, context.owner)
+    # A long text would block the loop.
+    prompt = await to_thread(renderer.render, chat, options, find_written)
     context.notices.warn(*prompt.warnings)
     return ChatInput(chat, prompt, renderer, context)

@@ -13,6 +13,7 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from kvkeep.chat.prompt_rules import DEFAULT_RULES, PromptRule
+from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -55,6 +56,8 @@ class Service:
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # Of prefixes that requests mark, in tokens, by the digest of their text; the newest last.
     prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    # Tokens of generated answers, for when clients send these back.
+    written: WrittenAnswers = field(default_factory=WrittenAnswers)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 
@@ -194,6 +197,8 @@ class GenerationStream:
         self.generations: list[Generation] = []  # empty until they are admitted
         self._admission: asyncio.Task[list[Generation]] | None = None
         self.results = [GenerationResult() for _ in range(generation_count)]
+        # Called with the index and the result of each generation, before its `Finished` is yielded.
+        self.on_finished: Callable[[int, GenerationResult], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
         self._events_available = asyncio.Event()
@@ -245,6 +250,8 @@ class GenerationStream:
                         result.text += event.text
                         result.finished = event
                         finished_count += 1
+                        if self.on_finished is not None:
+                            self.on_finished(index, result)
                     elif event.scores is not None:
                         result.prompt_scores.append(event.scores)
                     yield index, event

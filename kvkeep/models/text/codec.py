@@ -1,6 +1,6 @@
 """Encoding and decoding of text with a model's tokenizer and chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -85,6 +85,14 @@ class TextCodec:
     def encode_sealed(self, text: str) -> list[int]:
         """Return the token ids of a text with secret control tokens, as `ChatText.sealed`."""
         return self._control_tokens.encode(text)
+
+    def unsealed(self, sealed: str) -> ChatText:
+        """Return the chat text of a sealed text."""
+        return self._control_tokens.unsealed(sealed)
+
+    def control_places(self, sealed: str, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield start, end and id of each control token between two places of a sealed text."""
+        return self._control_tokens.places(sealed, start, end)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Return the text of token ids, "" of ids beyond the vocabulary. Negative ids raise."""

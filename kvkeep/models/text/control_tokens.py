@@ -8,7 +8,7 @@ secret names is *sealed*. It is encoded with a tokenizer whose control tokens ha
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,7 @@ class ControlTokens:
             text: f"{digits}{token_id:08}{digits}" for text, token_id in self._ids_by_text.items()
         }
         self._secret_names, self._placeholder_digits = names, digits
+        self._ids_by_name = {name: self._ids_by_text[text] for text, name in names.items()}
         self._text_pattern, self._name_pattern = _alternation(names), _alternation(names.values())
         self._seal, self._unseal = _replacer(names), _replacer(_inverted(names))
         self._insert_placeholders = _replacer(placeholders)
@@ -79,6 +80,15 @@ class ControlTokens:
         if control_count == name_count == text_count:
             return ids  # fast path: all control tokens are the template's
         return _encode(self._sealed_tokenizer, sealed)
+
+    def unsealed(self, sealed: str) -> ChatText:
+        """Return the chat text of a sealed text."""
+        return ChatText(self._unseal(sealed), sealed)
+
+    def places(self, sealed: str, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield start, end and id of each control token between two places of a sealed text."""
+        for match in self._name_pattern.finditer(sealed, start, end):
+            yield match.start(), match.end(), self._ids_by_name[match[0]]
 
     def with_placeholders(self, value: Any) -> Any:
         """Return messages, or a part of one, with placeholders for texts of control tokens."""

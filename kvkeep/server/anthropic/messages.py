@@ -50,6 +50,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     answer = _AnswerReader(prompt.new_reader(), end)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
+    prompt.remember(stream)
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",

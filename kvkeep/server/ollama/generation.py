@@ -43,6 +43,7 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
     stream = await start_generations(context, request, samplings, body.patience)
+    prompt.remember(stream)
     return await _response(body, context, answer, stream, prompt.new_reader())
 
 

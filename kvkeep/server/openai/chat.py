@@ -49,6 +49,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         samplings, ends = EarlyEnd.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
+    prompt.remember(stream)
     common_fields = usage.completion_fields("chatcmpl", context.service)
     common_fields["system_fingerprint"] = usage.SYSTEM_FINGERPRINT
     choices = [_choice(body, prompt, early_end) for early_end in ends]

@@ -160,6 +160,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         if isinstance(error, ContextFull):
             raise overflow_error(service, len(prompt.ids)) from error
         raise
+    prompt.remember(stream)
     response_items = ResponseItems(body, prompt.chat.callable_tools)
     reading = ResponseReading(prompt.new_reader(), response_items, context.tokenizer, early_end)
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)

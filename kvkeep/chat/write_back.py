@@ -1,0 +1,274 @@
+"""Histories in the tokens that the model sampled, where clients send answers back in other bytes.
+
+The history is rendered a second time with marks in the place of these answers. The template's text
+around the marks is encoded as ever; between, there are the sampled tokens. An answer is left as it
+is rendered where the template does not write what the prompt of the answer had before it.
+"""
+
+import itertools
+import secrets
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from kvkeep.chat.messages import (
+    Message,
+    Part,
+    ReasoningPart,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from kvkeep.chat.output_format import OutputFormat
+from kvkeep.chat.prefill import open_reasoning
+from kvkeep.chat.written import WrittenAnswer, tokens_digest
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.control_tokens import ChatText
+
+# Random letters: no message has them, and no template changes them.
+_MARK = "".join(secrets.choice(string.ascii_lowercase) for _ in range(16))
+_CHANNEL_TURNS = ("<|start|>", "<|end|>", "<|call|>", "<|return|>")  # between messages in channels
+_MAX_RENDERINGS = 4
+PROBE_TOOL = Tool("kvkeeptool", "probe")
+
+
+@dataclass(frozen=True)
+class WrittenHistory:
+    """A prompt's ids, and how many of its answers are in sampled tokens."""
+
+    ids: list[int]
+    count: int
+
+
+class Render(Protocol):
+    """Renders messages as those of a request.
+
+    prompt: whether an answer's opening is at the end, None for as in the request.
+    """
+
+    def __call__(self, messages: Sequence[Message], prompt: bool | None = None) -> ChatText: ...
+
+
+@dataclass(frozen=True)
+class AnswerWriter:
+    """Writes answers back into the history of one request."""
+
+    codec: TextCodec
+    output_format: OutputFormat
+    render: Render
+
+    def write_back(
+        self,
+        messages: Sequence[Message],
+        found: Mapping[int, Sequence[WrittenAnswer]],
+        plain: ChatText,
+    ) -> WrittenHistory | None:
+        """Return the history's ids with answers in sampled tokens; None if there are none.
+
+        found: answers that say what a message says, by its index, the newest first. plain: the
+        messages as they are rendered.
+        """
+        candidates = self._usable(found)
+        for _ in range(_MAX_RENDERINGS):
+            if not candidates:
+                return None
+            marked = list(messages)
+            for index, answers in candidates.items():
+                marked[index] = _marked(messages[index], answers[0].has_reasoning, index)
+            try:
+                sealed = self.render(marked).sealed
+            except InvalidArgument:  # the template looks into the answers
+                return None
+            regions = self._regions(sealed, messages, candidates)
+            if len(regions) < len(candidates):
+                candidates = {index: candidates[index] for index in regions}
+                continue
+            pieces = _pieces(sealed, list(regions.values()))
+            if not _are_in_order(pieces, plain.sealed):
+                return None
+            history = self._assemble(pieces, [(messages[i], candidates[i]) for i in regions])
+            if isinstance(history, WrittenHistory):
+                return history
+            del candidates[list(regions)[history]]
+        return None
+
+    def turns_are_delimited(self) -> bool:
+        """Whether control tokens set the turns of a conversation with `PROBE_TOOL` apart."""
+        words = ("one", "two", "three", "four")
+        one, two, three, four = (TextPart(f"kvkeep{word}") for word in words)
+        call = ToolCall("kvkeep000", PROBE_TOOL.name, {"k": two.text})
+        question, answer = Message("user", (one,)), Message("assistant", (four,))
+        result = Message("tool", (ToolResult(call.id, (three,)),))
+        for messages in (
+            (question, Message("assistant", (two,)), Message("user", (three,)), answer),
+            (question, Message("assistant", (call,)), result, answer),
+        ):
+            sealed = self.render(messages, prompt=False).sealed
+            places = [sealed.find(f"kvkeep{word}") for word in words]
+            for before, after in itertools.pairwise(places):
+                if before < 0 or next(self._delimiters(sealed, before, after), None) is None:
+                    return False
+        return True
+
+    @cached_property
+    def _opening(self) -> ChatText:
+        """The template's text where an answer begins."""
+        user = Message("user", (TextPart("-"),))
+        before, whole = (self.render([user], prompt).sealed for prompt in (False, True))
+        # Without it, some templates write another token at the end.
+        pairs = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)
+        )
+        start = len(list(pairs))
+        places = self.codec.control_places(whole, 0, len(whole))
+        start = next((begin for begin, end, _ in places if begin < start < end), start)
+        return self.codec.unsealed(whole[start:])
+
+    def _usable(
+        self, found: Mapping[int, Sequence[WrittenAnswer]]
+    ) -> dict[int, list[WrittenAnswer]]:
+        """Return the answers whose prompt ended as this template's prompts do."""
+        in_reasoning = open_reasoning(self.output_format, self._opening) is not None
+        result = {
+            index: [
+                answer
+                for answer in answers
+                if answer.has_reasoning == answers[0].has_reasoning
+                and answer.starts_in_reasoning == in_reasoning
+            ]
+            for index, answers in found.items()
+        }
+        return {index: answers for index, answers in result.items() if answers}
+
+    def _regions(
+        self,
+        sealed: str,
+        messages: Sequence[Message],
+        candidates: Mapping[int, Sequence[WrittenAnswer]],
+    ) -> dict[int, tuple[int, int]]:
+        """Return start and end of the answers in a marked history, by message."""
+        regions, end = dict[int, tuple[int, int]](), 0
+        for index, answers in sorted(candidates.items()):
+            text_first = not answers[0].has_reasoning and bool(messages[index].text.strip())
+            region = self._region(sealed, index, text_first, end)
+            if region is not None:
+                regions[index], end = region, region[1]
+        return regions
+
+    def _region(
+        self, sealed: str, index: int, text_first: bool, after: int
+    ) -> tuple[int, int] | None:
+        first, last = _marks(index)
+        first_at = sealed.find(first, after)
+        last_at = sealed.find(last, first_at)
+        if min(first_at, last_at) < 0 or sealed.count(first) != 1 or sealed.count(last) != 1:
+            return None
+        if not self.output_format.channels and any(self._delimiters(sealed, first_at, last_at)):
+            return None  # the template divides the answer
+        start = self._start(sealed, first_at, after)
+        end = next(self._delimiters(sealed, last_at, len(sealed)), None)
+        if start is None or end is None or (text_first and self._has_text(sealed, start, first_at)):
+            return None
+        return start, end[0]
+
+    def _start(self, sealed: str, first_at: int, after: int) -> int | None:
+        """Return where the prompt of an answer ended whose first mark is at `first_at`."""
+        last_end = max((end for _, end in self._delimiters(sealed, after, first_at)), default=after)
+        opening = self._opening.sealed
+        if not opening:
+            return last_end
+        start = sealed.rfind(opening, after, first_at) + len(opening)
+        return start if start >= max(last_end, after + len(opening)) else None
+
+    def _has_text(self, sealed: str, start: int, end: int) -> bool:
+        """Whether there is text, other than markers of empty reasoning, between two places."""
+        if self.output_format.channels:
+            return False  # a header
+        for begin, stop, _ in reversed(list(self.codec.control_places(sealed, start, end))):
+            sealed, end = sealed[:begin] + sealed[stop:], end - (stop - begin)
+        text = sealed[start:end]
+        for markers in self.output_format.reasoning:
+            for marker in (markers.start + markers.label, markers.end):
+                text = text.replace(marker, "", 1)
+        return bool(text.strip())
+
+    def _delimiters(self, sealed: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield start and end of the control tokens that are none of an answer."""
+        markers = self.output_format.control_markers
+        if self.output_format.channels:
+            markers -= frozenset(_CHANNEL_TURNS)
+        for begin, stop, token in self.codec.control_places(sealed, start, end):
+            if self.codec.control_text(token) not in markers:
+                yield begin, stop
+
+    def _assemble(
+        self, pieces: Sequence[str], answers: Sequence[tuple[Message, Sequence[WrittenAnswer]]]
+    ) -> WrittenHistory | int:
+        """Return the ids, or the number of an answer of which it is not clear which one it is."""
+        ids = self.codec.encode_sealed(pieces[0])
+        for number, (message, candidates) in enumerate(answers):
+            answer = _chosen(message, candidates, ids)
+            if answer is None:
+                return number
+            ids += [*answer.ids, *self.codec.encode_sealed(pieces[number + 1])]
+        return WrittenHistory(ids, len(answers))
+
+
+def _chosen(
+    message: Message, candidates: Sequence[WrittenAnswer], prompt: Sequence[int]
+) -> WrittenAnswer | None:
+    """Return the answer that a message is; None if its reasoning may be another's."""
+    if len(candidates) > 1 or candidates[0].has_reasoning:
+        digest = tokens_digest(prompt)
+        for is_it in (lambda a: a.prompt == digest, lambda a: a.is_surely(message)):
+            if answer := next(filter(is_it, candidates), None):
+                return answer
+    newest = candidates[0]
+    return newest if message.reasoning.strip() or not newest.reasoning else None
+
+
+def _marks(index: int) -> tuple[str, str]:
+    number = "".join(chr(ord("a") + int(digit)) for digit in f"{index:06}")
+    return f"{_MARK}{number}first", f"{_MARK}{number}last"
+
+
+def _marked(message: Message, has_reasoning: bool, index: int) -> Message:
+    """Return a message with marks in its first and its last part, which may be one."""
+    first, last = _marks(index)
+    calls, has_text = message.calls, bool(message.text.strip())
+    count = has_reasoning + has_text + len(calls)
+    texts = [first] + [""] * (count - 1)
+    texts[-1] += last
+    parts: list[Part] = []
+    if has_reasoning:
+        parts.append(ReasoningPart(texts.pop(0)))
+    if has_text:
+        parts.append(TextPart(texts.pop(0) or message.text))
+    for call, text in zip(calls, texts, strict=True):
+        parts.append(replace(call, arguments={"k": text}) if text else call)
+    return Message(message.role, tuple(parts))
+
+
+def _pieces(sealed: str, regions: Sequence[tuple[int, int]]) -> list[str]:
+    """Return what is around the regions."""
+    starts = [0, *(end for _, end in regions)]
+    ends = [*(start for start, _ in regions), len(sealed)]
+    return [sealed[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _are_in_order(pieces: Sequence[str], text: str) -> bool:
+    """Whether the text is the pieces with other text between them."""
+    first, *middle, last = pieces
+    if not text.startswith(first):
+        return False
+    position = len(first)
+    for piece in middle:
+        position = text.find(piece, position)
+        if position < 0:
+            return False
+        position += len(piece)
+    return text.endswith(last) and position <= len(text) - len(last)

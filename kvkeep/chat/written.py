@@ -1,0 +1,170 @@
+"""Memory of the tokens of generated answers, for when clients send these answers back.
+
+A client sends an answer back in its own bytes: calls as canonical JSON, texts without the white
+space around them. Tokenized anew, the history would differ from the cells that hold it. So the
+tokens that the model sampled are remembered by what they say.
+"""
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.chat.messages import Message, ReasoningPart
+from kvkeep.chat.output import Output
+from kvkeep.chat.output_format import OutputFormat
+from kvkeep.models.text.codec import TextCodec
+
+_MAX_EXACT = 2**53  # floats up to it may be integers: clients in JavaScript write 1.0 as 1
+_SAME = 8  # the most answers that say the same
+_ENTRY_COST = 64  # tokens that an answer counts for beside its own
+_OPENING_TOKENS = 64  # more than white space and a marker of reasoning have
+_RANDOM_ID = 9  # characters of an id that no other call has
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """The sampled tokens of a complete answer, without its end token.
+
+    prompt: digest of the prompt's ids. call_ids: of its calls, as the client got them. reasoning:
+    digest, b"" for none. has_reasoning: whether the answer begins with reasoning, which may be
+    empty; starts_in_reasoning: it began in the prompt.
+    """
+
+    ids: "array[int]"
+    prompt: bytes
+    call_ids: tuple[str, ...] = ()
+    reasoning: bytes = b""
+    has_reasoning: bool = False
+    starts_in_reasoning: bool = False
+
+    @property
+    def cost(self) -> int:
+        return len(self.ids) + _ENTRY_COST
+
+    def is_surely(self, message: Message) -> bool:
+        """Whether a message that says the same has the ids of its calls, which are random."""
+        call_ids = tuple(call.id for call in message.calls)
+        return call_ids == self.call_ids and any(len(i) >= _RANDOM_ID for i in call_ids)
+
+
+FindWritten = Callable[[Message], Sequence[WrittenAnswer]]
+
+
+class WrittenAnswers:
+    """The answers of each owner, by what they say; the longest unused are forgotten.
+
+    An answer says its text, without white space around it, and its calls: their names and parsed
+    arguments. Thread-safe.
+    """
+
+    def __init__(self, max_tokens: int = 2**20):
+        """max_tokens: of all answers together; each counts for 64 more."""
+        self._max_tokens = max_tokens
+        self._answers: OrderedDict[tuple[str, bytes], tuple[WrittenAnswer, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.tokens = 0  # that they count for
+
+    def add(self, owner: str, message: Message, answer: WrittenAnswer) -> None:
+        """Remember an answer. message: what was read from its tokens."""
+        digest = _content_digest(message)
+        if digest is None or not answer.ids:
+            return
+        key = owner, digest
+        with self._lock:
+            others = tuple(o for o in self._pop(key) if (o.ids, o.prompt) != _identity(answer))
+            self._answers[key] = (*others[1 - _SAME :], answer)
+            self.tokens += sum(stored.cost for stored in self._answers[key])
+            while self.tokens > self._max_tokens:
+                self._pop(next(iter(self._answers)))
+
+    def find(self, owner: str, message: Message) -> list[WrittenAnswer]:
+        """Return the answers that say what a message says, the newest first.
+
+        A message without reasoning matches answers with any, since many clients drop it.
+        """
+        digest = _content_digest(message)
+        if digest is None:
+            return []
+        with self._lock:
+            answers = self._answers.get((owner, digest), ())
+            if answers:
+                self._answers.move_to_end((owner, digest))
+        reasoning = reasoning_digest(message)
+        return [a for a in reversed(answers) if not reasoning or a.reasoning == reasoning]
+
+    def _pop(self, key: tuple[str, bytes]) -> tuple[WrittenAnswer, ...]:
+        result = self._answers.pop(key, ())
+        self.tokens -= sum(answer.cost for answer in result)
+        return result
+
+
+def _identity(answer: WrittenAnswer) -> "tuple[array[int], bytes]":
+    return answer.ids, answer.prompt
+
+
+def written_answer(
+    output: Output,
+    ids: Sequence[int],
+    output_format: OutputFormat,
+    codec: TextCodec,
+    prompt: Sequence[int],
+    starts_in_reasoning: bool = False,
+    call_ids: Sequence[str] = (),
+) -> WrittenAnswer | None:
+    """Return a complete answer; None if its tokens say more than was read from them.
+
+    output: read from the tokens `ids`, which answer the prompt's. call_ids: as the client got them.
+    """
+    controls = {text for token in ids if (text := codec.control_text(token))}
+    kinds = [isinstance(part, ReasoningPart) for part in output.parts]
+    is_whole = all(call.complete for call in output.calls)
+    if not controls <= output_format.control_markers or any(kinds[1:]) or not is_whole:
+        return None
+    first_text = codec.decode(ids[:_OPENING_TOKENS]).lstrip()
+    opens_reasoning = first_text.startswith(tuple(m.start for m in output_format.reasoning))
+    return WrittenAnswer(
+        array("i", ids),
+        tokens_digest(prompt),
+        tuple(call_ids),
+        reasoning_digest(output.message()),
+        starts_in_reasoning or opens_reasoning or any(kinds),
+        starts_in_reasoning,
+    )
+
+
+def tokens_digest(ids: Sequence[int]) -> bytes:
+    """Return a digest of token ids."""
+    return _digest(array("i", ids).tobytes())
+
+
+def reasoning_digest(message: Message) -> bytes:
+    """Return a digest of a message's reasoning without white space around it; b"" for none."""
+    reasoning = message.reasoning.strip()
+    return _digest(reasoning.encode(errors="surrogatepass")) if reasoning else b""
+
+
+def _content_digest(message: Message) -> bytes | None:
+    """Return a digest of what an assistant's message says; None if it says nothing."""
+    text = message.text.strip()
+    calls = [[call.name, _canonical(call.arguments)] for call in message.calls]
+    if message.role != "assistant" or not (text or calls):
+        return None
+    return _digest(json.dumps([text, calls], sort_keys=True).encode())
+
+
+def _canonical(value: Any) -> Any:
+    """Return a JSON value with one form for equal numbers: 1 for 1.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _canonical(member) for key, member in value.items()}
+    return list(map(_canonical, value)) if isinstance(value, list) else value
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,239 @@
+"""Histories with answers in the tokens that the model sampled."""
+
+import json
+from array import array
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.chat.messages import (
+    Chat,
+    Message,
+    ReasoningPart,
+    TextPart,
+    Tool,
+    ToolResult,
+    normalized,
+)
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, written_answer
+from tests.chat.chats import ARGUMENTS
+from tests.chat.templates import ALL_TEMPLATES, write_codec
+
+WEATHER = Tool("weather", "The weather", {"type": "object", "properties": {}})
+TOOLS = (WEATHER,)
+OWNER = "0"
+
+
+@dataclass
+class Conversation:
+    """A client's conversation with a server that remembers its answers."""
+
+    renderer: ChatRenderer
+    written: WrittenAnswers
+    messages: tuple[Message, ...] = ()
+
+    def prompt(self, **options: Any) -> RenderedPrompt:
+        chat = Chat(normalized(self.messages), TOOLS)
+        return self.renderer.render(
+            chat, RenderOptions(**options), partial(self.written.find, OWNER)
+        )
+
+    def ask(self, text: str) -> None:
+        self.messages += (Message("user", (TextPart(text),)),)
+
+    def generate(self, text: str, drops_reasoning: bool = False) -> list[int]:
+        """Let the model write a text, as an answer to the messages. Returns all tokens."""
+        codec, output_format = self.renderer._codec, self.renderer.output_format
+        prompt, ids = self.prompt(), codec.encode(text, special=True)
+        reader = OutputReader(
+            output_format, TOOLS, self.renderer.new_call_id, prompt.starts_in_reasoning
+        )
+        reader.push([token if codec.is_control(token) else codec.decode([token]) for token in ids])
+        reader.finish()
+        message = reader.output.message()
+        call_ids = [call.id for call in message.calls]
+        answer = written_answer(
+            *(reader.output, ids, output_format, codec, prompt.ids),
+            *(prompt.starts_in_reasoning, call_ids),
+        )
+        assert answer is not None
+        self.written.add(OWNER, message, answer)
+        parts = tuple(
+            TextPart(part.text.strip()) if isinstance(part, TextPart) else part
+            for part in message.parts
+            if not (drops_reasoning and isinstance(part, ReasoningPart))
+        )
+        self.messages += (Message("assistant", parts),)
+        if message.calls:
+            results = (ToolResult(call.id, (TextPart("sunny"),)) for call in message.calls)
+            self.messages += (Message("tool", tuple(results)),)
+        return [*prompt.ids, *ids]
+
+
+CONTROLS = ("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_CALLS]")
+CONTROLS = (*CONTROLS, "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
+    """Return renderers of all templates, whose turns are between control tokens."""
+    result = {}
+    for name, template in ALL_TEMPLATES.items():
+        folder = tmp_path_factory.mktemp("model")
+        controls = CONTROLS if name.startswith(("gemma", "mistral")) else ()
+        result[name] = ChatRenderer(write_codec(folder, template, *controls))
+    return result
+
+
+@pytest.fixture
+def conversation(renderers: dict[str, ChatRenderer]) -> Conversation:
+    return Conversation(renderers["qwen2.5"], WrittenAnswers())
+
+
+# Those that write what was before an answer as the answer's prompt had it, in all turns.
+RESUMING = ("gemma", "gemma2", "phi3", "qwen", "qwen2.5", "qwen3-coder")
+SPACES = st.sampled_from(["", " ", "\n", "\n\n  "])
+SAID = st.text("abc {}<>\"'é\n", min_size=1, max_size=8).filter(lambda text: bool(text.strip()))
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> str:
+    """Draw the text of an answer: text, or a call in bytes that no template writes."""
+    if draw(st.booleans()):
+        return draw(SPACES) + "I say: " + draw(SAID).strip() + draw(SPACES)
+    arguments = json.dumps(draw(ARGUMENTS), indent=draw(st.sampled_from([None, 1])))
+    space = draw(SPACES)
+    call = f'{{{space}"name":{space}"weather", "arguments" :{arguments}{space}}}'
+    return f"{draw(SPACES)}<tool_call>{space}{call}\n</tool_call>{space}"
+
+
+@settings(max_examples=10, deadline=None)
+@given(template=st.sampled_from(list(ALL_TEMPLATES)), texts=st.lists(answers(), max_size=4))
+def test_prompts_go_on_behind_the_sampled_tokens(
+    renderers: dict[str, ChatRenderer], template: str, texts: list[str]
+) -> None:
+    conversation = Conversation(renderers[template], WrittenAnswers())
+    conversation.ask("first question")
+    for number, text in enumerate(texts):
+        held = conversation.generate(text)
+        if conversation.messages[-1].role == "assistant":
+            conversation.ask(f"question {number}")
+        prompt = conversation.prompt()
+        plain = conversation.renderer.render(Chat(normalized(conversation.messages), TOOLS))
+        if template in RESUMING:
+            assert prompt.ids[: len(held)] == held
+        if not prompt.written_back:
+            assert prompt.ids == plain.ids
+        decoded = conversation.renderer._codec.decode(prompt.ids)
+        for message in conversation.messages:
+            if message.role != "assistant":
+                said = message.text or "sunny"
+                assert decoded.count(said) == str(plain.text).count(said)
+
+
+CALL = '<tool_call>{"arguments":{"a":1.0, "b":"x"},"name":"weather"}</tool_call>'
+
+
+def test_what_a_client_has_changed_is_rendered_as_it_is(conversation: Conversation) -> None:
+    conversation.ask("Hi")
+    held = conversation.generate(CALL)
+    question, answer, result = conversation.messages
+    (call,) = answer.calls
+    assert call.arguments == {"a": 1.0, "b": "x"}
+    same = (
+        (call,),
+        (replace(call, arguments={"b": "x", "a": 1}),),
+        (replace(call, id="other"),),
+        (TextPart(" \n"), call),
+    )
+    changed = (
+        (replace(call, arguments={"a": 1, "b": "y"}),),
+        (replace(call, arguments={"a": True, "b": "x"}),),
+        (replace(call, arguments={"a": "1", "b": "x"}),),
+        (replace(call, name="other"),),
+        (TextPart("a"), call),
+        (call, call),
+        (ReasoningPart("Hm."), call),
+    )
+    for number, parts in enumerate((*same, *changed)):
+        conversation.messages = (question, Message("assistant", parts), result)
+        prompt = conversation.prompt()
+        assert prompt.written_back == (number < len(same))
+        assert (prompt.ids[: len(held)] == held) == (number < len(same))
+
+
+def test_reasoning_that_a_client_drops_is_restored_where_the_template_keeps_it(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    thought = "<think>\nLet me see.\n</think>\n\n" + CALL
+    for template, is_kept in (("qwen", True), ("qwen2.5", False)):
+        conversation = Conversation(renderers[template], WrittenAnswers())
+        conversation.ask("Hi")
+        held = conversation.generate(thought, drops_reasoning=True)
+        prompt = conversation.prompt()
+        assert prompt.written_back == is_kept
+        assert (prompt.ids[: len(held)] == held) == is_kept
+
+
+def test_reasoning_is_that_of_the_same_answer(renderers: dict[str, ChatRenderer]) -> None:
+    """Two answers say the same after other thoughts, which the client drops."""
+    conversation = Conversation(renderers["qwen"], WrittenAnswers())
+    conversation.ask("Hi")
+    conversation.generate(f"<think>\nOne\n</think>\n\n{CALL}", drops_reasoning=True)
+    held = conversation.generate(f"<think>\nTwo\n</think>\n\n{CALL}", drops_reasoning=True)
+    assert conversation.prompt().ids[: len(held)] == held
+    first = replace(conversation.messages[0], parts=(TextPart("Hello"),))
+    conversation.messages = (first, *conversation.messages[1:])  # known by the calls' ids
+    assert conversation.prompt().written_back == 2
+    anonymous = [
+        replace(message, parts=tuple(replace(part, id="call_0") for part in message.calls))
+        if message.calls
+        else message
+        for message in conversation.messages
+    ]
+    conversation.messages = tuple(anonymous)
+    assert conversation.prompt().written_back == 0
+
+
+def test_an_answer_that_the_client_continues_is_its_own(conversation: Conversation) -> None:
+    conversation.ask("Hi")
+    conversation.generate("Hello \n")
+    prompt = conversation.prompt()
+    assert prompt.continues
+    assert prompt.written_back == 0
+
+
+def test_answers_that_say_more_than_was_read_are_not_remembered(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    renderer = renderers["qwen2.5"]
+    ids = renderer._codec.encode("Hello<|start|>user\nBye", special=True)
+    reader = OutputReader(renderer.output_format)
+    reader.push([renderer._codec.decode(ids, skip_special=True)])
+    reader.finish()
+    form, codec = renderer.output_format, renderer._codec
+    assert written_answer(reader.output, ids, form, codec, [1]) is None
+
+
+def test_memory_is_bounded_and_the_longest_unused_go_first() -> None:
+    written = WrittenAnswers(max_tokens=300)
+
+    def message(number: int) -> Message:
+        return Message("assistant", (TextPart(f"answer {number}"),))
+
+    for number in range(9):
+        written.add(OWNER, message(number), WrittenAnswer(array("i", [number] * 36), b""))
+        assert written.tokens <= 300
+        assert written.find(OWNER, message(0))  # is used again and again
+    left = [number for number in range(9) if written.find(OWNER, message(number))]
+    assert left == [0, 7, 8]
+    for _ in range(99):
+        written.add(OWNER, message(8), WrittenAnswer(array("i", [8]), b""))
+    assert len(written.find(OWNER, message(8))) == 2
+    assert not written.find("other", message(8))

@@ -1,0 +1,179 @@
+"""Answers that clients send back in other bytes: their history reuses the tokens of the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvkeep.model import Model
+from kvkeep.server.keys import ApiKeys
+from tests.scripted_model import ScriptedEngine, model_with_text_of
+from tests.server.conftest import RunningServer, ScriptedServer, running_server, serving
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+FUNCTION = {"name": "weather", "description": "The weather.", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+QUESTION = [{"role": "user", "content": "What is the weather in Cologne?"}]
+# Other spaces, order of keys and escapes than those of any template, and a line break behind it.
+CALL = '<tool_call>{"name":"weather","arguments" :{"days":3,  "city":"K\\u00f6ln"}}\n</tool_call>\n'
+TEXT = "\n\nIt is sunny.\n"
+Api = Callable[[httpx.Client, list[Any], bool], list[Any]]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def canonical(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True, separators=(",", ":"))
+
+
+def openai_chat(client: httpx.Client, history: list[Any], stream: bool) -> list[Any]:
+    body = {"messages": history, "tools": [TOOL], "stream": stream}
+    response = client.post("/v1/chat/completions", json=body)
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in events(response)]
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        ids = [call["id"] for call in calls if "id" in call]
+    else:
+        message = response.json()["choices"][0]["message"]
+        content, calls = message["content"], message.get("tool_calls", ())
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        ids = [call["id"] for call in calls]
+    if not ids:
+        return [{"role": "assistant", "content": content.strip()}]
+    function = {"name": "weather", "arguments": canonical(arguments)}
+    call = {"id": ids[0], "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": ids[0], "content": "sunny"}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+
+
+def openai_responses(client: httpx.Client, history: list[Any], stream: bool) -> list[Any]:
+    tool = {"type": "function", **FUNCTION}
+    body = {"input": history, "tools": [tool], "stream": stream, "store": False}
+    response = client.post("/v1/responses", json=body)
+    answer = events(response)[-1]["response"] if stream else response.json()
+    items = list[Any]()
+    for item in answer["output"]:
+        if item["type"] == "function_call":
+            output = {"type": "function_call_output", "call_id": item["call_id"]}
+            items += [{**item, "arguments": canonical(item["arguments"])}]
+            items += [{**output, "output": "sunny"}]
+        else:
+            items.append(item)
+    return items
+
+
+def anthropic(client: httpx.Client, history: list[Any], stream: bool) -> list[Any]:
+    tool = {"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}
+    body = {"messages": history, "tools": [tool], "max_tokens": 99, "stream": stream}
+    response = client.post("/v1/messages", json=body)
+    blocks = list[dict[str, Any]]()
+    if stream:
+        for event in events(response):
+            delta = event.get("delta", {})
+            if event["type"] == "content_block_start":
+                blocks.append({**event["content_block"], "json": ""})
+            elif event["type"] == "content_block_delta":
+                blocks[-1]["json"] += delta.get("partial_json", "")
+                if "text" in delta:
+                    blocks[-1]["text"] += delta["text"]
+        for block in blocks:
+            if arguments := block.pop("json"):
+                block["input"] = json.loads(arguments)
+    else:
+        blocks = response.json()["content"]
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    for call in calls:
+        call["input"] = dict(sorted(call["input"].items()))
+    results = [
+        {"type": "tool_result", "tool_use_id": call["id"], "content": "sunny"} for call in calls
+    ]
+    answer = [{"role": "assistant", "content": blocks}]
+    return [*answer, {"role": "user", "content": results}] if results else answer
+
+
+def ollama(client: httpx.Client, history: list[Any], stream: bool) -> list[Any]:
+    body = {"messages": history, "tools": [TOOL], "stream": stream}
+    lines = [json.loads(line) for line in client.post("/api/chat", json=body).text.splitlines()]
+    content = "".join(line["message"]["content"] for line in lines)
+    calls = [call["function"] for line in lines for call in line["message"].get("tool_calls", ())]
+    if not calls:
+        return [{"role": "assistant", "content": content.strip()}]
+    functions = [{"name": c["name"], "arguments": c["arguments"]} for c in calls]
+    message = {"role": "assistant", "content": content}
+    message["tool_calls"] = [{"function": function} for function in functions]
+    return [message, {"role": "tool", "tool_name": "weather", "content": "sunny"}]
+
+
+APIS = [openai_chat, openai_responses, anthropic, ollama]
+
+
+def counts(server: RunningServer) -> tuple[int, int]:
+    """Return how many prompt tokens were reused, and how many tokens were evaluated."""
+    totals = server.service.engine.totals().result()
+    return totals.reused, totals.prefilled + totals.generated
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("api", APIS)
+def test_each_turn_resumes_the_session_of_the_turn_before(
+    scripted: ScriptedServer, api: Api, stream: bool
+) -> None:
+    scripted.write(CALL, CALL.replace("3", "4"), TEXT, "Bye.")
+    with scripted.client() as client:
+        history: list[Any] = [{"role": "user", "content": f"{api.__name__} {stream}: weather?"}]
+        held = 0
+        for turn in range(4):
+            reused, evaluated = counts(scripted)
+            answer = api(client, history, stream)
+            now_reused, now_evaluated = counts(scripted)
+            assert turn == 0 or now_reused - reused >= held - 1  # the end token is not reused
+            held = now_reused - reused + now_evaluated - evaluated
+            history += answer
+            if turn > 1:
+                history.append({"role": "user", "content": "And now?"})
+
+
+def test_answers_are_remembered_for_their_owner_alone(smollm2: Model, tmp_path: Path) -> None:
+    model = model_with_text_of(tmp_path / "model", smollm2.text.folder)
+    engine = ScriptedEngine(model, lambda prompt: CALL, settings={"max_kv_size": 2048})
+    with serving(engine, ApiKeys(("one", "two"))) as server:
+        with server.client("one") as client:
+            history = QUESTION + openai_chat(client, QUESTION, False)
+        lengths = set()
+        for key in ("one", "two"):
+            with server.client(key) as client:
+                body = {"messages": history, "tools": [TOOL]}
+                count = client.post("/v1/chat/completions/input_tokens", json=body).json()
+                lengths.add(count["input_tokens"])
+        assert len(lengths) == 2
+
+
+def test_the_default_model_reuses_its_own_answers(smollm2: Model, tmp_path: Path) -> None:
+    with running_server(smollm2, tmp_path) as server, server.client() as client:
+        history, held = list[Any](QUESTION), 0
+        for choice in ("required", "auto"):
+            body = {"messages": history, "tools": [TOOL], "max_tokens": 99, "temperature": 0}
+            answer = client.post("/v1/chat/completions", json={**body, "tool_choice": choice})
+            usage, (chosen,) = answer.json()["usage"], answer.json()["choices"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= held - 1
+            held = usage["prompt_tokens"] + usage["completion_tokens"]
+            message = chosen["message"]
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = canonical(call["function"]["arguments"])
+            history += [{**message, "content": (message["content"] or "").strip()}]
+            for call in message.get("tool_calls", ()):
+                history.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
+            history.append({"role": "user", "content": "And tomorrow?"})
