@@ -135,6 +135,18 @@ def integer_option(*flags: str, minimum: int = 1, help: str, **settings: Any) ->
     return option(*flags, metavar="N", type=integer_at_least(minimum), help=help, **settings)
 
 
+def compact_at_option() -> Any:
+    """Declare `--compact-at`: the part of the budget beyond which a session is compacted."""
+    return option(
+        "--compact-at",
+        metavar="X",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        show_default="never",
+        help="Compact a session of policy full before a turn that would exceed this part of "
+        "--max-kv-size, such as 0.8.",
+    )
+
+
 def choice_option(values: Sequence[str], help: str, **settings: Any) -> Any:
     return option(type=click.Choice(values), help=help, **settings)
 

@@ -14,6 +14,7 @@ from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import (
     choice_option,
     command,
+    compact_at_option,
     file_option,
     option,
     option_group,
@@ -161,6 +162,7 @@ def serve(
     allow_edit: bool = option(
         is_flag=True, help="Allow the web page to chat and to edit sessions."
     ),
+    compact_at: float | None = compact_at_option(),
 ) -> None:
     """Serve a model over HTTP: the OpenAI and Anthropic APIs, sessions, and a web page.
 
@@ -170,13 +172,14 @@ def serve(
     serving.require_api_keys_if_exposed()
     require_server_packages()
     serving.memory.check()
+    options = {**vars(serving), "allow_edit": allow_edit, "compact_at": compact_at}
     if store is not None and is_url(store):
-        _serve_shared(serving, store, allow_edit)
+        _serve_shared(serving, store, options)
     else:
-        _serve_folder(serving, Path(store) if store else home() / "server", allow_edit)
+        _serve_folder(serving, Path(store) if store else home() / "server", options)
 
 
-def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None:
+def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) -> None:
     from kvkeep.fleet.config import read_secret
 
     secret = read_secret(serving.secret_file)
@@ -197,11 +200,10 @@ def _serve_shared(serving: ServingOptions, store: str, allow_edit: bool) -> None
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
-        server_options = {**vars(serving), "allow_edit": allow_edit}
-        run_server(server.engine, keys, server_options, server.middleware, server.leases.drain)
+        run_server(server.engine, keys, options, server.middleware, server.leases.drain)
 
 
-def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> None:
+def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]) -> None:
     model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
@@ -217,7 +219,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, allow_edit: bool) -> No
         for line in engine.losses:
             say(line)
         keys = ApiKeys.read(serving.api_key_file, folder)
-        run_server(engine, keys, {**vars(serving), "allow_edit": allow_edit})
+        run_server(engine, keys, options)
 
 
 def _session_size(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:

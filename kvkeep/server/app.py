@@ -35,7 +35,7 @@ from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
-from kvkeep.server.sessions import editing, generate, lifecycle, pins, views
+from kvkeep.server.sessions import compaction, editing, generate, lifecycle, pins, views
 from kvkeep.server.transport import TransportMiddleware
 from kvkeep.version import __version__
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(chat, completions, responses, models, anthropic, completion, infill, auxiliary),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, views, pins),
+    *(lifecycle, generate, editing, compaction, views, pins),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)

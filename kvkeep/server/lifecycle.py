@@ -68,6 +68,7 @@ def run_server(
         int(time.time()),
         allow_edit=options["allow_edit"],
         context_policy=options["context_policy"],
+        compact_at=options["compact_at"],
         prompt_rules=select_rules(options["prompt_rules"]),
     )
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}

@@ -52,6 +52,8 @@ class Service:
     allow_edit: bool = False  # the web UI may change sessions
     # For prompts longer than the context; see `kvkeep.server.overflow`.
     context_policy: ContextPolicy = "refuse"
+    # The part of `max_kv_size` beyond which a turn compacts its session first; None for never.
+    compact_at: float | None = None
     prompt_rules: Sequence[PromptRule] = DEFAULT_RULES  # for the prompts of the chat APIs
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # Of prefixes that requests mark, in tokens, by the digest of their text; the newest last.

@@ -359,6 +359,23 @@ class Session(SessionEdits):
         trim_memory()
         return report
 
+    def compact_before(
+        self,
+        new_tokens: int,
+        threshold: float,
+        calibration: Calibration | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> CompactionReport | None:
+        """Compact the session if `new_tokens` more would exceed a part of `max_kv_size`.
+
+        The target is half of `max_kv_size`, or less for a long text. Returns None if there is room.
+        """
+        limit = int(validation.finite_number("threshold", threshold) * self.max_kv_size)
+        if self.cache.cells + new_tokens <= limit:
+            return None
+        target = max(1, min(self.max_kv_size // 2, limit - new_tokens))
+        return self.compact(target, calibration=calibration, progress=progress)
+
     # Names and pins
 
     @contextmanager

@@ -41,6 +41,7 @@ def chat(
     max_tokens: int = options.integer_option(
         "-n", minimum=-1, default=1024, help="Maximum tokens of an answer; -1: no limit."
     ),
+    compact_at: float | None = options.compact_at_option(),
     session_options: SessionOptions = session_options(keep_option(default=None)),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
@@ -61,6 +62,8 @@ def chat(
     session_options.check()
     token_limit = None if max_tokens < 0 else max_tokens
     if server is not None:
+        if compact_at is not None:
+            raise InvalidArgument("--compact-at of a chat on a server is an option of kvkeep serve")
         from kvkeep.cli.chat.remote import chat_at_server
 
         settings = ChatSettings(session_options.sampling, token_limit)
@@ -81,6 +84,11 @@ def chat(
         defaults = opened.model.default_sampling
         settings = ChatSettings(session_options.sampling, token_limit, opened.seed, defaults)
         run = SessionRun("chat", opened, output, settings.resolved_sampling.seed)
+        if compact_at is not None and opened.session.policy != "full":
+            raise InvalidArgument(
+                f"--compact-at needs --policy full; found {opened.session.policy}, which keeps to "
+                "its budget by itself"
+            )
         if session_file is not None:
             label = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
@@ -88,7 +96,7 @@ def chat(
         if source is not None:
             apply_keep(opened, session_options.memory.keep)
         with run.reporting():
-            LocalChat(run, conversation, settings, store, locks).run_loop()
+            LocalChat(run, conversation, settings, store, locks, compact_at).run_loop()
         run.close("end")
 
 

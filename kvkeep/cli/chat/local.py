@@ -26,7 +26,10 @@ class _SavedBranch:
 
 
 class LocalChat(ChatLoop):
-    """A chat with a session in this process. store: `--store`. locks: of all its session files."""
+    """A chat with a session in this process.
+
+    store: `--store`. locks: of all its session files. compact_at: `--compact-at`.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,10 @@ class LocalChat(ChatLoop):
         settings: ChatSettings,
         store: str | None,
         locks: ExitStack,
+        compact_at: float | None = None,
     ):
         self.run, self._store, self._locks = run, store, locks
+        self._compact_at = compact_at
         self._saved_branches: dict[str, _SavedBranch] = {}  # branches that are not current
         super().__init__(Branches(conversation), settings)
 
@@ -50,6 +55,7 @@ class LocalChat(ChatLoop):
         conversation = self.branches.current
         try:
             ids = conversation.begin_turn(message)
+            self._compact_for(len(ids))
             self._prefill(ids)
         except (KeyboardInterrupt, KvkeepError) as error:
             raise PrefillAborted(error) from error
@@ -148,6 +154,16 @@ class LocalChat(ChatLoop):
                 writer.write()
                 return _SavedBranch(name, writer, self._locks.enter_context(lock.pop_all()))
         raise AssertionError("unreachable: the generator is infinite")
+
+    def _compact_for(self, new_tokens: int) -> None:
+        """Compact the session first if a turn would exceed `--compact-at`."""
+        session = self.branches.current.session
+        if self._compact_at is None:
+            return
+        calibration = self.run.model.calibration
+        report = session.compact_before(new_tokens, self._compact_at, calibration)
+        if report is not None and report.changed:
+            say(f"compacted: {report.summary()}")
 
     def _prefill(self, ids: list[int]) -> None:
         """Prefill a question. An interrupt or error rolls it back if possible."""

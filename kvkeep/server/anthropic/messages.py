@@ -1,6 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: the assistant's next message."""
 
 import secrets
+from asyncio import to_thread
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,17 +9,19 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
+from kvkeep.chat.context_edits import apply_edits, parse_edits
+from kvkeep.chat.messages import Chat
 from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
-from kvkeep.server.chat_input import EarlyEnd, chat_input
+from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.overflow import evicted_prompt_fields
-from kvkeep.server.service import ContextDep, GenerationStream, StreamEvent
+from kvkeep.server.service import ContextDep, GenerationStream, RequestContext, StreamEvent
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = APIRouter()
@@ -36,7 +39,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
     MESSAGES_RULES.check(body, context.notices)
     context.notices.ignore(*body.hosted_tools)
-    prompt = await chat_input(context, body.chat(), body.render_options())
+    prompt, edited = await _edited_input(body, context)
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
     pins = await pinned_prefixes(context, body, prompt)
@@ -59,7 +62,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         "model": context.service.model_name,
     }
     if body.stream:
-        events = _stream_events(stream, request, fields, answer)
+        events = _stream_events(stream, request, fields, answer, edited)
         response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
         response.headers.update(headers)
         return response
@@ -70,7 +73,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     (result,) = await context.collect(stream, on_event=read)
     message: dict[str, Any] = {**fields, "content": content_blocks(answer.output)}
     message |= _stop_fields(result.finished, answer.output)
-    message |= evicted_prompt_fields(result.finished.usage)
+    message |= {**evicted_prompt_fields(result.finished.usage), **edited}
     message["usage"] = usage_fields(result.finished.usage, pins)
     return JSONResponse(message, headers=headers)
 
@@ -80,8 +83,12 @@ async def _stream_events(
     request: GenerationRequest,
     fields: dict[str, Any],
     answer: "_AnswerReader",
+    edited: dict[str, Any],
 ) -> AsyncIterator[bytes]:
-    """Yield the message's start before its prefill, then its blocks as they are generated."""
+    """Yield the message's start before its prefill, then its blocks as they are generated.
+
+    edited: the field that names the edits of the context.
+    """
     # A prompt that waits for admission may be reused in part: the last usage is the right one.
     waiting = Usage(len(request.prompt), 0, Reuse(), 0.0, 0.0, 0.0)
     first_usage = stream.generations[0].usage if stream.generations else waiting
@@ -99,8 +106,32 @@ async def _stream_events(
     finished = stream.results[0].finished
     delta = _stop_fields(finished, answer.output)
     fields = {"delta": delta, "usage": usage_fields(finished.usage, request.pins)}
-    yield message_event("message_delta", **fields, **evicted_prompt_fields(finished.usage))
+    more = {**evicted_prompt_fields(finished.usage), **edited}
+    yield message_event("message_delta", **fields, **more)
     yield message_event("message_stop")
+
+
+async def _edited_input(
+    body: CountTokensRequest, context: RequestContext
+) -> tuple[ChatInput, dict[str, Any]]:
+    """Return the prompt after the request's context edits, and the field that names them.
+
+    The field is only there if the request has `context_management`.
+    """
+    chat, options = body.chat(), body.render_options()
+    edits, unknown = parse_edits(body.context_management)
+    context.notices.ignore(*(f"context_management.edits.{name}" for name in unknown))
+    applied: list[dict[str, Any]] = []
+    if edits:
+        renderer = context.service.model.renderer
+
+        def count(edited: Chat) -> int:
+            return len(renderer.render(edited, options).ids)
+
+        chat, applied = await to_thread(apply_edits, chat, edits, count)
+    has_field = body.context_management is not None
+    field = {"context_management": {"applied_edits": applied}} if has_field else {}
+    return await chat_input(context, chat, options), field
 
 
 class _AnswerReader:
@@ -146,7 +177,11 @@ def _stop_fields(finished: Finished, output: Output) -> dict[str, Any]:
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, int]:
+async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of a prompt, including those of the chat template."""
-    prompt = await chat_input(context, body.chat(), body.render_options())
-    return {"input_tokens": len(prompt.ids)}
+    prompt, edited = await _edited_input(body, context)
+    count = {"input_tokens": len(prompt.ids)}
+    if not edited:
+        return count
+    whole = await chat_input(context, body.chat(), body.render_options())
+    return {**count, "context_management": {"original_input_tokens": len(whole.ids)}}

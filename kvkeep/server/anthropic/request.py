@@ -59,6 +59,7 @@ class CountTokensRequest(RequestBody):
     output_format: JsonOutputFormat | None = None  # an older place of `output_config.format`
     # A mark of the whole prompt; blocks and tools have marks of their own.
     cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None  # `kvkeep.chat.context_edits`
 
     def chat(self) -> Chat:
         names = ("messages", "system", "tools", "tool_choice")

@@ -1,9 +1,11 @@
 """Feeding a session, generating in it, and chat turns in it."""
 
 from asyncio import to_thread
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -31,6 +33,7 @@ from kvkeep.server.notices import Notices
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream
+from kvkeep.server.sessions.compaction import compact_before_turn, report_fields
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
@@ -130,7 +133,10 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     model = context.service.model
     request = partial(_turn_request, model, body, sampling)
     reader = await to_thread(model.renderer.new_reader)  # the first one renders with the template
-    return await _run(request, context, body.stream, reader)
+    report, revision = await compact_before_turn(context, body.content, body.system)
+    context = replace(context, revision=revision)
+    extra = {} if report is None else {"compaction": report_fields(report)}
+    return await _run(request, context, body.stream, reader, extra)
 
 
 def _turn_request(
@@ -188,25 +194,30 @@ async def _run(
     context: SessionContext,
     as_stream: bool,
     reader: OutputReader | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Response | dict[str, Any]:
     """Run a request in the session. request: may be a function of the session's record.
 
-    reader: of a chat's answer; None for text that is returned as it is.
+    reader: of a chat's answer; None for text that is returned as it is. extra: more fields of the
+    response.
     """
     stream = await context.generate(request, context.name, context.revision)
     if as_stream:
-        return sse_response(_stream_events(stream, context, reader), error_event="error")
+        return sse_response(_stream_events(stream, context, reader, extra), error_event="error")
     (result,) = await context.collect(stream)
     if reader is not None:
         for sampled in result.tokens:
             reader.push(sampled.pieces)
         reader.push([result.finished.text])
         reader.finish()
-    return await _response(result, context, reader)
+    return {**await _response(result, context, reader), **extra}
 
 
 async def _stream_events(
-    stream: GenerationStream, context: SessionContext, reader: OutputReader | None
+    stream: GenerationStream,
+    context: SessionContext,
+    reader: OutputReader | None,
+    extra: Mapping[str, Any],
 ) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
     async for _, event in stream:
@@ -219,7 +230,8 @@ async def _stream_events(
             rest = _read([*reader.push([event.text]), *reader.finish()])
             if any(rest.values()):
                 yield sse_event({"token": None, **rest}, "token")  # text that was held back
-    yield sse_event(await _response(stream.results[0], context, reader), "done")
+    response = await _response(stream.results[0], context, reader)
+    yield sse_event({**response, **extra}, "done")
 
 
 def _read(events: Sequence[OutputEvent]) -> dict[str, str]:

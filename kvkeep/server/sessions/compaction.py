@@ -1,0 +1,106 @@
+"""Compaction of a session: by request, and before a turn that would exceed the threshold."""
+
+from asyncio import to_thread, wrap_future
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from kvkeep.engine import SessionRecord
+from kvkeep.server.schemas import RequestBody
+from kvkeep.server.sessions.entry import SessionContext, SessionDep, TokenCount
+from kvkeep.session.compaction import (
+    COMPACTION_STEPS,
+    PLACEHOLDER,
+    CompactionReport,
+    CompactionStep,
+)
+from kvkeep.session.session import Session
+
+router = APIRouter()
+_TEMPLATE_TOKENS = 64  # that a chat template writes around a message, at most
+
+
+class CompactRequest(RequestBody):
+    """The target, a number of cells or a part of `max_kv_size`, and what stays."""
+
+    target: Annotated[float, Field(gt=0, le=2**40)] = 0.5
+    keep_recent: TokenCount = 2
+    keep_results: TokenCount = 3
+    placeholder: Annotated[str, Field(max_length=1000)] = PLACEHOLDER
+    steps: tuple[CompactionStep, ...] = COMPACTION_STEPS
+    recompute: Literal["none", "suffix"] = "none"
+
+
+@router.post("/v1/sessions/{name}/compact", response_model=None)
+async def compact(body: CompactRequest, context: SessionDep) -> Response:
+    """Delete old tool results and reasoning and compress what is old, until `target` is reached."""
+    target = body.target if body.target < 1 else int(body.target)
+
+    def apply(session: Session) -> dict[str, Any]:
+        report = session.compact(
+            target,
+            body.keep_recent,
+            body.keep_results,
+            body.placeholder,
+            body.steps,
+            body.recompute,
+            context.service.model.calibration,
+            context.engine.yield_turn,
+        )
+        return report_fields(report)
+
+    return await context.change("compact", apply)
+
+
+async def compact_before_turn(
+    context: SessionContext, message: str, system: str | None
+) -> tuple[CompactionReport | None, int | None]:
+    """Compact the session if a turn would exceed the server's threshold.
+
+    Returns the report, None if there was nothing to do, and the revision that the session must
+    have for the turn. What was done is named in the response's headers.
+    """
+    threshold, model = context.service.compact_at, context.service.model
+    if threshold is None:
+        return None, context.revision
+    ids = await to_thread(model.text.encode, message + (system or ""))
+    new_tokens = len(ids) + _TEMPLATE_TOKENS
+
+    def exceeds(record: SessionRecord) -> bool:
+        session = record.live
+        limit = threshold * session.max_kv_size
+        return session.policy == "full" and session.cache.cells + new_tokens > limit
+
+    def apply(session: Session) -> CompactionReport | None:
+        progress, calibration = context.engine.yield_turn, model.calibration
+        return session.compact_before(new_tokens, threshold, calibration, progress)
+
+    if not await context.inspect(context.name, exceeds):
+        return None, context.revision
+    engine = context.engine
+    change = engine.change(context.name, context.owner, "compact", apply, context.revision)
+    report = await wrap_future(change)
+    if report is not None:
+        context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
+    revision = await context.inspect(context.name, lambda record: record.revision)
+    return report, None if context.revision is None else revision
+
+
+def report_fields(report: CompactionReport) -> dict[str, Any]:
+    """Return a report as JSON."""
+    compression = report.compression
+    return {
+        "summary": report.summary(),
+        "target": report.target,
+        "cells_before": report.cells_before,
+        "cells_after": report.cells_after,
+        "removed_results": list(report.removed_results),
+        "removed_reasoning": list(report.removed_reasoning),
+        "compression_ratio": None if compression is None else compression.ratio,
+        "compression_method": None if compression is None else compression.method,
+        "tokens_evaluated": report.tokens_evaluated,
+        "seconds": report.seconds,
+        "notes": list(report.notes),
+    }
