@@ -138,14 +138,16 @@ class Admission:
         candidates = self._registry.owned_by(owner, request.cache_key)
         match, in_place, report = match_prompt(prompt, candidates, empty_session, options)
         if match.record is not None:
-            self._registry.pins.extend(match.record, match.common_tokens)
+            tokens = match.record.live.tokens
+            num_tokens = len(tokens) if match.resumes_session else match.common_tokens
+            self._registry.pins.extend(match.record, num_tokens)
         if in_place is not None or not match.resumes_session:
             self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
         if in_place is not None:
             return self._session_in_place(in_place, report.reuse)
         reuse, source_record = report.reuse, match.record
         if source_record and match.resumes_session and not source_record.named:
-            source_record.live.draw_anew()  # a seed gives the same tokens as in a new session
+            match.take_over()
             return source_record, reuse, None
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
@@ -214,7 +216,7 @@ class Admission:
         record, usage = generation.record, generation.usage
         self._add_to_totals(generation)
         if generation.generated:
-            record.sampled_length = len(record.live.tokens)
+            record.note_answer(generation.generated, generation.withheld_tokens)
         if (on_end := generation.request.on_end) is not None:
             length_before = len(record.live.tokens)
             prefilled_tokens = len(generation.request.prompt) - generation.unprefilled_tokens

@@ -285,6 +285,13 @@ class Generation(Iterator[GenerationEvent]):
         elif len(self.generated) == request.max_tokens:
             self.finish("length")
 
+    @property
+    def withheld_tokens(self) -> int:
+        """How many of the last tokens its caller did not get: an end token, or a stop string's."""
+        if self.end_reason not in ("eos", "stop"):
+            return 0
+        return self._text_stream.withheld_tokens + (self._end_token is not None)
+
     def finish(self, reason: EndReason) -> None:
         """End with `Finished`. A stop string in text that was held back overrides the reason."""
         stream = self._text_stream

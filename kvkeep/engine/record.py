@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ Activity = Literal["idle", "generating", "changing"]
 _NOTED_FIELDS = {
     "evaluated": "step_aligned_tokens",
     "sampled": "sampled_length",
+    "droppable": "droppable_tokens",
     "changed": "first_edit",
     "parent": "parent",
     "pinned": "pinned",
@@ -50,6 +51,8 @@ class SessionRecord:
     # them would get the same cells, to the bit.
     step_aligned_tokens: int = 0
     sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
+    # How many of those a prompt may lack that continues the answer: an end token, for example.
+    droppable_tokens: int = 0
     first_edit: str = ""  # the first operation that did more than append; "" for none
     lost_revision: int | None = None  # unsaved, in an engine that was killed
     borrowed: bool = (
@@ -111,6 +114,7 @@ class SessionRecord:
         fields = self._restore_notes(notes)
         self.step_aligned_tokens = fields.get("evaluated", 0)
         self.sampled_length = fields.get("sampled", 0)
+        self.droppable_tokens = fields.get("droppable", 0)
         self.first_edit = fields.get("changed", "")
         self.parent = fields.get("name")
 
@@ -164,7 +168,21 @@ class SessionRecord:
         if length <= self.step_aligned_tokens:
             self.step_aligned_tokens = self.end_of_last_step(max(0, length - 1))
         if length <= self.sampled_length:
-            self.sampled_length = 0
+            self.sampled_length = self.droppable_tokens = 0
+
+    def note_answer(self, ids: Sequence[int], num_withheld: int) -> None:
+        """Note that the last tokens are an answer, whose end the next prompt may lack.
+
+        ids: the sampled tokens. num_withheld: how many of the last ones the client did not get: an
+        end token, or those of a stop string. It may also strip white space before these. The next
+        prompt may have another token instead of the last remaining one, or end with it, so that it
+        is evaluated again. At least one sampled token is kept.
+        """
+        text, num_kept = self.live.core.model.text, len(ids) - num_withheld
+        while num_kept > 0 and not text.token_bytes(ids[num_kept - 1]).strip():
+            num_kept -= 1
+        self.sampled_length = len(self.live.tokens)
+        self.droppable_tokens = len(ids) - max(1, num_kept - 1) if num_kept > 0 else 0
 
     def mark_changed(self, edit: str = "") -> None:
         """Increase the revision. edit: the operation, if it did more than append."""

@@ -5,9 +5,11 @@ step, if these cells depend on their tokens alone: prefilled, in full precision,
 So a generation is the same, to the bit, whether part of its prompt was reused or not.
 
 One exception is intended: a prompt that continues after the last, sampled token of a session, as
-the next turn of a chat does, keeps all cells of the session. The cells of sampled tokens were
-computed by decode steps; prefilled, they would differ by rounding. After a last token that was
-prefilled there is no such exception, because a longer prompt has no step that ends there.
+the next turn of a chat does, keeps all cells of the session. So does one that lacks only the end of
+the answer, such as an end token or a stop string, which is then removed from the session. The cells
+of sampled tokens were computed by decode steps; prefilled, they would differ by rounding. After a
+last token that was prefilled there is no such exception, because a longer prompt has no step that
+ends there.
 """
 
 import math
@@ -62,6 +64,7 @@ class Reuse:
     reason: MissReason = ""
     differs_at: int | None = None  # index of the first token that differs from the nearest text
     session: str | None = None  # name of the session that the tokens come from
+    resumed: bool = False  # the prompt continues the session's answer; sampled tokens are reused
     # "in_place": some were computed after another text; see `kvkeep.engine.in_place`.
     mode: AlignmentMode = "exact"
     seams: int = 0  # places where a run of such tokens begins
@@ -77,7 +80,7 @@ class Match:
     common_tokens: int = 0  # how many of the first tokens the nearest text shares with the prompt
     reason: MissReason = "cold"
     nearest_text: Sequence[int] | None = None  # None if none begins like the prompt
-    resumes_session: bool = False  # the prompt continues after the session's last, sampled token
+    resumes_session: bool = False  # the prompt continues the session's answer
 
     def to_reuse(self, prompt: Sequence[int]) -> Reuse:
         """Return the match as it is reported to callers."""
@@ -85,11 +88,27 @@ class Match:
         differs_at = self.common_tokens if differs else None
         if self.record is None:
             return Reuse(0, "", self.reason, differs_at)
-        return Reuse(self.reused_tokens, "session", self.reason, differs_at, self.record.name)
+        tokens, name = self.reused_tokens, self.record.name
+        return Reuse(tokens, "session", self.reason, differs_at, name, self.resumes_session)
 
     def build_session(self, empty_session: Session) -> Session:
         """Return a new session that holds the reused tokens; `empty_session` if there are none."""
         return self.record.live.beginning(self.reused_tokens) if self.record else empty_session
+
+    def take_over(self) -> bool:
+        """Have the session itself end where the prompt continues it.
+
+        Returns whether tokens were removed, of the end of its answer. A seed then gives the same
+        tokens as in a new session.
+        """
+        assert self.record is not None, "there is a session to resume"
+        session = self.record.live
+        num_removed = len(session.tokens) - self.reused_tokens
+        if num_removed:
+            session.take_back(num_removed)
+            self.record.sampled_length, self.record.droppable_tokens = self.reused_tokens, 0
+        session.draw_anew()
+        return num_removed > 0
 
     def set_token_counts(self, new_record: SessionRecord) -> None:
         """Note in the record of a session from `build_session` how its tokens were evaluated.
@@ -127,7 +146,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class ReuseReport:
-    """The reuse of a prompt that continues no session after its last, sampled token."""
+    """The reuse of a prompt that continues no session's answer."""
 
     number: int  # in order of admission; 0 for a prompt that was only explained
     when: float  # seconds since 1970
@@ -224,17 +243,30 @@ def _match_record(
     # A session from a file, or one that was added, may have been edited without the engine.
     if record.first_edit or session.core.memory.was_edited_in_place:
         return Match(common_tokens=common_tokens, reason="edited")
-    # The session's last token was sampled. At least one token of the prompt is left to evaluate.
-    follows_sampled = common_tokens == record.sampled_length == len(session.tokens) < len(ids)
-    if not record.busy and follows_sampled and (may_take_over or session.holds_all):
-        return Match(record, common_tokens, common_tokens, "differs", resumes_session=True)
-    reusable_tokens, reason = _reusable_tokens(record, min(common_tokens, len(ids) - 1))
+    limit = min(common_tokens, len(ids) - 1)  # at least one token is left to evaluate
+    if _can_resume(record, limit, may_take_over):
+        return Match(record, limit, common_tokens, "differs", resumes_session=True)
+    reusable_tokens, reason = _reusable_tokens(record, limit)
     reused_tokens = _end_of_reuse(record, reusable_tokens)
     if not reason and reused_tokens < record.end_of_last_step(reusable_tokens):
         reason = "no_checkpoint"
     if not reused_tokens:
         return Match(common_tokens=common_tokens, reason=reason or "below_step")
     return Match(record, reused_tokens, common_tokens, reason or "differs")
+
+
+def _can_resume(record: SessionRecord, length: int, may_take_over: bool) -> bool:
+    """Whether a prompt can continue the answer at a session's end after its first tokens.
+
+    length: of the tokens that are kept. may_take_over: see `_match_record`.
+    """
+    memory = record.live.core.memory
+    ends_with_answer = record.sampled_length == len(memory.tokens)
+    if record.busy or not ends_with_answer:
+        return False
+    if length < record.sampled_length - record.droppable_tokens:
+        return False
+    return (may_take_over and length == len(memory.tokens)) or memory.holds_beginning(length)
 
 
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:

@@ -95,7 +95,8 @@ class SessionOperations:
         if match.record is not None and match.record is not target:
             self._registry.pins.extend(match.record, match.common_tokens)
         if match.resumes_session and match.record is target:
-            target.live.draw_anew()  # a seed gives the same tokens as in a new session
+            if match.take_over():
+                target.mark_changed()
             return match.reused_tokens
         session = match.build_session(empty_session)
         record = existing or self._registry.add(session, owner, name)
@@ -168,6 +169,7 @@ class SessionOperations:
         fork.parent, fork.first_edit = record.name, record.first_edit
         fork.step_aligned_tokens = record.step_aligned_tokens
         fork.sampled_length = record.sampled_length
+        fork.droppable_tokens = record.droppable_tokens
         fork.lower_token_counts(len(record.live.tokens))
         self._operation_log.add(fork, "fork")
         return fork

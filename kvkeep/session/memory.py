@@ -339,9 +339,9 @@ class Memory:
         """
         total = len(self.tokens)
         count = validation.integer("count", count, 0, total)
-        holds_overwritten = self.holds_overwritten(count)
-        checkpoint = None if holds_overwritten else self._checkpoint_at(total - count)
-        if self.num_held != total or not (checkpoint or holds_overwritten):
+        is_held = self.holds_overwritten(count)
+        checkpoint = None if is_held else self._checkpoint_at(total - count)
+        if not self.holds_beginning(total - count):
             raise InvalidArgument(
                 f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
                 "keep states"
@@ -359,6 +359,16 @@ class Memory:
         self.cache, self.hidden, self._logits = empty.cache, None, None
         self.tokens, self.serials = empty.tokens, empty.serials
         return removed
+
+    def holds_beginning(self, count: int) -> bool:
+        """Whether all cells, local windows and states are held as they were after `count` tokens.
+
+        Windows and states are held by a checkpoint there, or still in the cache.
+        """
+        total = len(self.tokens)
+        holds_overwritten = self.holds_overwritten(total - count)
+        has_them = holds_overwritten or self._checkpoint_at(count) is not None
+        return has_them and self.num_held == total
 
     def beginning(self, count: int) -> "Memory":
         """Return a memory of the first `count` tokens, as if no others had come, without logits.

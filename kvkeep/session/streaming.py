@@ -1,5 +1,6 @@
 """Streaming detokenization: whole characters, ending before a stop string."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from kvkeep.models.text.codec import TextCodec
@@ -21,11 +22,18 @@ class TextStream:
             self._pieces.push(token)
         self._stop = stop
         self._held = ""
+        self._pushed_chars, self._released_chars = 0, 0
+        self._withheld = deque[int]()  # `_pushed_chars` after each token with text that is not out
         self.matched_stop: str | None = None
 
     @property
     def stopped(self) -> bool:
         return self.matched_stop is not None
+
+    @property
+    def withheld_tokens(self) -> int:
+        """How many of the last tokens have text that was not returned, such as a stop string's."""
+        return len(self._withheld)
 
     def push(self, token: int) -> str:
         """Append a token; return the text that is now certain."""
@@ -37,16 +45,20 @@ class TextStream:
         A stop string does not reach across a control token.
         """
         released = self._release(self._pieces.push(token))
-        if not self._codec.is_control(token) or self.stopped:
-            return [released] if released else []
-        released, self._held = released + self._held, ""
-        return [released, token] if released else [token]
+        self._withheld.append(self._pushed_chars)
+        is_control = self._codec.is_control(token) and not self.stopped
+        if is_control:
+            released, self._held = released + self._held, ""
+        self._count_released(released)
+        text_pieces: list[str | int] = [released] if released else []
+        return [*text_pieces, token] if is_control else text_pieces
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the tokens."""
         released = self._release(self._pieces.flush())
-        held, self._held = self._held, ""
-        return released + held
+        released, self._held = released + self._held, ""
+        self._count_released(released)
+        return released
 
     def push_and_flush(self, tokens: Sequence[int]) -> str:
         """Push tokens, and return their text and what was held back."""
@@ -54,6 +66,7 @@ class TextStream:
 
     def _release(self, piece: str) -> str:
         """Append a piece; return the text that cannot be part of a stop string."""
+        self._pushed_chars += len(piece)
         if self.stopped:
             return ""
         self._held += piece
@@ -66,6 +79,11 @@ class TextStream:
         end = len(self._held) - overlap
         released, self._held = self._held[:end], self._held[end:]
         return released
+
+    def _count_released(self, text: str) -> None:
+        self._released_chars += len(text)
+        while self._withheld and self._withheld[0] <= self._released_chars:
+            self._withheld.popleft()
 
 
 def token_texts(codec: TextCodec, context: Sequence[int], ids: Sequence[int]) -> list[str]:

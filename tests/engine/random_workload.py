@@ -31,7 +31,7 @@ _MOST_STEPS = 5  # of the work that leads to one session
 class World:
     """An engine, and the work that led to each of its sessions.
 
-    works: by a session's name, the work that leads to it. sampled: whether its last token was.
+    works: by a session's name, the work that leads to it.
     company: whether several generations run at the same time, those of one prompt included. alike:
     sessions of forks that generated the same text, which are equal to rounding only.
     """
@@ -50,7 +50,6 @@ class World:
         self.random = random.Random(seed)
         self.works: dict[str, tuple[Work, ...]] = {}
         self.texts: dict[str, tuple[int, ...]] = {}
-        self.sampled: dict[str, bool] = {}
         self.named: set[str] = set()
         self.alike: set[str | None] = set()
         self.answers, self.reused, self.went_on = 0, 0, 0
@@ -103,7 +102,7 @@ class World:
         if len(set(named)) < len(named):
             requests = [replace(r, session=None) if r.prompt else r for r in requests]
             requests = [r for r in requests if r.prompt]
-        before = dict(self.works), dict(self.texts), dict(self.sampled)
+        before = dict(self.works), dict(self.texts)
         try:
             results = batch(self.engine, requests)
         except (NoRoom, ContextFull, InvalidArgument):
@@ -153,14 +152,13 @@ class World:
         results: list[Result],
         works: dict[str, tuple[Work, ...]],
         texts: dict[str, tuple[int, ...]],
-        sampled: dict[str, bool],
     ) -> None:
         """Compare results with those of the same request alone, and note the sessions they left."""
         source, reuse = results[0].reuse.session, results[0].reuse
         before: tuple[Work, ...] = ()
         if request.session is not None:
             before = works[request.session]
-        elif source in texts and sampled[source] and reuse.tokens == len(texts[source]):
+        elif source in texts and reuse.resumed:
             before = works[source]
             self.went_on += 1
         self.reused += bool(reuse.tokens)
@@ -186,8 +184,6 @@ class World:
             done = replace(request, prompt=prompt, count=written, cancel=None)
         works = (*before, done) if done.prompt or done.count else before
         self.works[result.name], self.texts[result.name] = works, result.tokens
-        earlier = self.sampled.get(result.name, False) and not done.prompt
-        self.sampled[result.name] = bool(result.written) or earlier
 
     def _expected(self, works: tuple[Work, ...]) -> list[Result]:
         if works not in self._alone:
@@ -213,7 +209,7 @@ class World:
         except NoRoom:
             return
         self.named.add(name)
-        self.works[name], self.texts[name], self.sampled[name] = (work,), (), False
+        self.works[name], self.texts[name] = (work,), ()
 
     def _change(self) -> None:
         draw = self.random
@@ -222,7 +218,7 @@ class World:
         if len(works) >= _MOST_STEPS:
             self.engine.delete(name).result()
             self.named.remove(name)
-            for known in (self.works, self.texts, self.sampled):
+            for known in (self.works, self.texts):
                 del known[name]
             return
         if not text:
@@ -253,8 +249,6 @@ class World:
         self.texts[into] = self.engine.inspect(
             into, "0", lambda kept: tuple(kept.live.tokens)
         ).result()
-        whole = isinstance(work, Fork) and self.texts[into] == self.texts[name]
-        self.sampled[into] = whole and self.sampled[name]
 
 
 def _refused(result: Result) -> bool:

@@ -1,0 +1,171 @@
+"""A prompt that continues an answer, but has its end otherwise, resumes the session before it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edit_actions import LOCAL_MODEL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import small_model, state_specs
+
+from kvkeep import Sampling
+from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
+from kvkeep.model import Model
+from kvkeep.session.streaming import TextStream
+
+SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 600}
+PROMPT = tuple((i * i * 7 + 3 * i) % 250 + 1 for i in range(200))
+NEXT = tuple((i * 11) % 250 + 1 for i in range(40))  # what follows the answer in the next prompt
+MODELS: dict[str, Model] = {
+    "full": small_model(),
+    "local": LOCAL_MODEL,
+    "states": small_model(spec=state_specs()["delta_net"]),
+}
+
+
+def generate(engine: Engine, prompt: tuple[int, ...], **request: Any) -> Generation:
+    """Return the complete generation; an answer has 8 tokens by default."""
+    request = {"max_tokens": 8, **request}
+    generation = engine.generate(GenerationRequest(prompt, **request))
+    generation.text()
+    return generation
+
+
+def answer_of(model: Model) -> list[int]:
+    """Return the answer to PROMPT."""
+    with Engine(model, settings=SETTINGS) as engine:
+        return generate(engine, PROMPT).generated
+
+
+def continued(
+    model: Model, end: dict[str, Any], text: tuple[int, ...], **options: Any
+) -> Generation:
+    """Return the generation for a prompt after an answer to PROMPT that ended in some way."""
+    with Engine(model, settings={**SETTINGS, **options}) as engine:
+        generate(engine, PROMPT, **end)
+        return generate(engine, text)
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_an_end_token_that_the_next_prompt_lacks_is_removed(kind: str) -> None:
+    """The next answer is, to the bit, the one after an answer without that token."""
+    model = MODELS[kind]
+    answer = answer_of(model)
+    num_kept = next(n for n in range(2, 8) if answer[n] not in answer[:n])
+    text = (*PROMPT, *answer[:num_kept], *NEXT)
+    resumed = continued(model, {"end_tokens": (answer[num_kept],)}, text)
+    assert resumed.reuse.tokens == 200 + num_kept
+    assert resumed.reuse.resumed
+    expected = continued(model, {"max_tokens": num_kept}, text)
+    assert expected.reuse.tokens == 200 + num_kept
+    assert resumed.generated == expected.generated
+    assert resumed.record.live.logits is not None
+    assert expected.record.live.logits is not None
+    assert resumed.record.live.logits.equal(expected.record.live.logits)
+
+
+def test_a_prompt_that_ends_with_the_answer_evaluates_its_last_token_again() -> None:
+    model = MODELS["full"]
+    answer = answer_of(model)
+    resumed = continued(model, {}, (*PROMPT, *answer))
+    assert resumed.reuse.tokens == 207
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reused"),
+    [("states", {}, 128), ("full", {"policy": "sliding", "max_kv_size": 100}, 0)],
+    ids=["states", "evicted"],
+)
+def test_what_cannot_be_rewound_is_reused_up_to_a_step(
+    kind: str, options: dict[str, Any], reused: int
+) -> None:
+    model = MODELS[kind]
+    with Engine(model, settings={**SETTINGS, **options}) as engine:
+        answer = generate(engine, PROMPT).generated
+    num_kept = next(n for n in range(2, 8) if answer[n] not in answer[:n])
+    text = (*PROMPT, *answer[:num_kept], *NEXT)
+    result = continued(model, {"end_tokens": (answer[num_kept],)}, text, **options)
+    assert (result.reuse.tokens, result.reuse.resumed) == (reused, False)
+    with Engine(model, settings={**SETTINGS, **options}) as engine:
+        assert generate(engine, text).generated == result.generated
+
+
+@pytest.mark.parametrize("length", [200, 201, 203])
+def test_another_answer_to_the_same_prompt_is_evaluated_in_whole_steps(length: int) -> None:
+    """No more of an answer is replaced than its end."""
+    model = MODELS["full"]
+    text = (*PROMPT, *answer_of(model))[:length] + NEXT
+    result = continued(model, {}, text)
+    assert (result.reuse.tokens, result.reuse.resumed) == (128, False)
+
+
+def test_the_same_prompt_after_an_empty_answer_is_evaluated_in_whole_steps() -> None:
+    model = MODELS["full"]
+    end = {"end_tokens": tuple(answer_of(model)[:1])}
+    result = continued(model, end, PROMPT)
+    assert (result.reuse.tokens, result.reuse.resumed) == (128, False)
+
+
+def test_a_named_session_keeps_its_end_token_on_disk_and_after_the_next_prompt(
+    tmp_path: Path,
+) -> None:
+    model, answer = MODELS["full"], answer_of(MODELS["full"])
+    num_kept = next(n for n in range(2, 8) if answer[n] not in answer[:n])
+    text = (*PROMPT, *answer[:num_kept], *NEXT)
+    with Engine(model, settings=SETTINGS, folder=tmp_path) as engine:
+        engine.create(name="a").result()
+        request = GenerationRequest(PROMPT, 8, end_tokens=(answer[num_kept],))
+        engine.generate(request, "a").text()
+    with Engine(model, settings=SETTINGS, folder=tmp_path) as engine:
+        read_tokens: Callable[..., Any] = lambda record: list(record.live.tokens)  # noqa: E731
+        before = engine.inspect("a", "0", read_tokens).result()
+        assert len(before) == 201 + num_kept
+        assert engine.explain(text).result().reuse.resumed
+        assert generate(engine, text).reuse.tokens == 200 + num_kept
+        assert engine.inspect("a", "0", read_tokens).result() == before
+        assert engine.prepare(text, "a").result() == 200 + num_kept
+        assert engine.inspect("a", "0", read_tokens).result() == before[:-1]
+
+
+def test_a_stop_string_that_the_next_prompt_lacks_is_removed(smollm2: Model) -> None:
+    codec, options = smollm2.text, {"max_tokens": 24}
+    prompt = tuple(codec.encode("Once upon a time, in a small village by the sea, there lived"))
+    with Engine(smollm2, settings=SETTINGS) as engine:
+        answer = generate(engine, prompt, **options).generated
+    stop = codec.decode_continuation(answer[9:12])
+    with Engine(smollm2, settings=SETTINGS) as engine:
+        request = GenerationRequest(prompt, 24, Sampling(stop=(stop,)))
+        *_, finished = events = list(engine.generate(request))
+        assert isinstance(finished, Finished)
+        assert finished.stop == stop
+        text = "".join(e.text for e in events if isinstance(e, (GeneratedToken, Finished)))
+        num_kept = len(codec.encode(text))
+        next_prompt = (*prompt, *answer[:num_kept], *codec.encode("\nAnd then the storm came."))
+        assert generate(engine, next_prompt).reuse.tokens == len(prompt) + num_kept
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_withheld_tokens_are_those_whose_text_was_not_returned(
+    data: st.DataObject, smollm2: Model
+) -> None:
+    codec = smollm2.text
+    ids = data.draw(
+        st.lists(st.sampled_from(codec.encode("ab abc\n\n é 中 cab, ba b")), max_size=20)
+    )
+    stop = data.draw(st.lists(st.sampled_from(["b", " a", "ca", "\n", "c\n"]), max_size=2))
+    stream, returned, pushed = TextStream(codec, tuple(stop)), "", 0
+    for token in ids:
+        returned += stream.push(token)
+        pushed += 1
+        if stream.stopped:
+            break
+    returned += stream.flush()
+    assert stream.stopped or not stream.withheld_tokens
+    if stream.stopped:
+        num_kept = pushed - stream.withheld_tokens
+        kept = codec.decode(ids[:num_kept]).rstrip("\ufffd")
+        assert returned.startswith(kept)
+        assert not returned.startswith(codec.decode(ids[: num_kept + 1]))
