@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
 from kvkeep.chat.messages import Tool, ToolChoice
+from kvkeep.chat.tool_schemas import canonical_schema
 from kvkeep.errors import InvalidArgument
 
 _MODES: Mapping[Any, Literal["auto", "none", "required"]] = {
@@ -115,7 +116,7 @@ def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:
     deferred = deferring and bool(entry.get("defer_loading"))
     if known is not None:
         return replace(known, name=name, deferred=deferred)
-    fields: dict[str, Any] = {"parameters": schema} if schema else {}
+    fields: dict[str, Any] = {"parameters": canonical_schema(schema)} if schema else {}
     return Tool(name, description, deferred=deferred, **fields)
 
 

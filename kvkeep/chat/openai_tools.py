@@ -13,6 +13,7 @@ from typing import Any
 from kvkeep.chat.fields import expect_mapping, optional_list, optional_mapping, optional_text
 from kvkeep.chat.messages import NAMESPACE_SEPARATOR, Tool, ToolChoice
 from kvkeep.chat.output import parse_arguments
+from kvkeep.chat.tool_schemas import canonical_schema
 from kvkeep.errors import InvalidArgument
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -186,7 +187,7 @@ def _parse_tool(entry: Any, kind: Any, where: str, namespace: str = "") -> Tool:
     schema = fields.get("parameters")
     if schema is not None:
         expect_mapping(schema, f"{where}.parameters")
-    fields = {"parameters": schema} if schema else {}
+    fields = {"parameters": canonical_schema(schema)} if schema else {}
     return Tool(name, description, namespace=namespace, deferred=deferred, **fields)
 
 

@@ -8,6 +8,7 @@ import json
 from asyncio import to_thread
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -134,7 +135,8 @@ def _render(
     service = context.service
     try:
         chat, _ = apply_rules(parse_chat(fields), service.prompt_rules)
-        return service.model.renderer.render(chat, options).ids
+        find_written = partial(service.written.find, context.owner)
+        return service.model.renderer.render(chat, options, find_written).ids
     except InvalidArgument:  # such as a conversation that ends with a call
         return []
 
