@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.workload import Change, Create, Fork, Request, Result, Work, batch
 
-from kvkeep.engine import Engine, Limits
+from kvkeep.engine import Engine, Limits, PinRequest
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
 from kvkeep.model import Model
@@ -47,7 +47,7 @@ class World:
         self.model, self.settings, self.folder = copy.copy(model), settings, folder
         self.model.message_end_ids = frozenset(range(1, 12))  # so steps end at some of these, too
         self._company, self._sizes = company, (1, 1, 2, 3, 5) if company else (1,)
-        self.random = random.Random(seed)
+        self.random, self._random_pins = random.Random(seed), random.Random(seed)
         self.works: dict[str, tuple[Work, ...]] = {}
         self.texts: dict[str, tuple[int, ...]] = {}
         self.named: set[str] = set()
@@ -126,7 +126,16 @@ class World:
         if draw.random() < 0.25 and not several:
             what = draw.choice(("read", "written"))
             cancel = (what, draw.randrange(1, max(2, len(prompt) if what == "read" else count)))
-        return Request(prompt, count, ways, session, cancel)
+        return Request(prompt, count, ways, session, cancel, pins=self._pins())
+
+    def _pins(self) -> tuple[PinRequest, ...]:
+        """Return requests to pin prefixes, which change no result."""
+        draw = self._random_pins
+        lengths = (None, 50, 128, 400)
+        return tuple(
+            PinRequest(draw.choice((0.1, 60.0)), draw.choice(lengths), draw.choice(("", "", "key")))
+            for _ in range(draw.choice((0, 0, 1, 2)))
+        )
 
     def _prompt(self) -> tuple[int, ...]:
         """A prefix of a common text or of a session's text, and perhaps more."""

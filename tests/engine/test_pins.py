@@ -1,6 +1,8 @@
 """Prefix pins: protection from eviction, expiry, limits, owners, and keys of conversations."""
 
+import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,23 @@ def test_pins_never_break_the_memory_limit(caplog: pytest.LogCaptureFixture) -> 
         assert totals.pins == len(kept) == len(engine.pins().result())
         assert totals.evicted_pins == len(names) - len(kept) > 0
     assert "51 tokens is lost" in caplog.text
+
+
+def test_with_pins_every_request_is_served_within_the_memory_limit(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    with new_engine(tmp_path, cells=200, pins_per_owner=3) as engine:
+        for name in "ab":
+            engine.create(name=name).result()
+        for _ in range(60):
+            pin = PinRequest(draw.choice((1e-3, 5, 3600)), key=draw.choice(("", "", "x", "y")))
+            request = GenerationRequest(
+                text(draw.randrange(9), 40), draw.randrange(1, 9), pins=(pin,) * draw.randrange(2)
+            )
+            engine.generate(request, draw.choice((None, None, None, "a", "b"))).text()
+            totals = engine.totals().result()
+            assert totals.nbytes <= 200 * CELL
+            assert totals.pins <= 3
+        assert totals.evicted_pins > 0
 
 
 def test_an_expired_pin_protects_nothing() -> None:

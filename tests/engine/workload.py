@@ -16,6 +16,7 @@ from kvkeep.engine import (
     Generation,
     GenerationEvent,
     GenerationRequest,
+    PinRequest,
     PrefillProgress,
     Reuse,
 )
@@ -34,6 +35,7 @@ class Request:
     session: str | None = None
     cancel: tuple[str, int] | None = None
     alignment: AlignmentOptions | None = None
+    pins: tuple[PinRequest, ...] = ()
 
     def do(self, engine: Engine) -> list["Result"]:
         return batch(engine, [self])[0]
@@ -154,6 +156,7 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
                 request.samplings[0],
                 ignore_eos=True,
                 alignment=request.alignment,
+                pins=request.pins,
             )
             if request.session is None and len(own) > 1:
                 future = engine.submit_many(ask, request.samplings, "0", own)
