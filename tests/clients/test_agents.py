@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from filelock import FileLock
 
@@ -155,6 +156,22 @@ def test_an_agent_does_a_task_resumes_and_takes_an_image(
         assert "Nothing seen." in output
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "log.jsonl").open()]
     assert any(re.search(r"\b3 notes\.txt", prompt) for prompt in prompts)  # the shell ran
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_new_session_of_an_agent_reuses_the_instructions_of_the_last(
+    name: str, programs: Path, project: Path, tmp_path: Path
+) -> None:
+    agent, reused = AGENTS[name], list[tuple[int, int]]()
+    with scripted_server([{"when": "", "write": "Four."}], tmp_path) as url:
+        for question in ("What is two and two?", "How many legs has a dog?"):
+            run = AgentRun(question, url, tmp_path / "home")
+            status, output = run_agent(agent, programs, run, project)
+            assert status == 0, output
+            misses = httpx.get(f"{url}/v1/prefix/misses").json()["data"]
+            longest = max(misses, key=lambda miss: (miss["prompt_tokens"], miss["number"]))
+            reused.append((longest["reused"], longest["prompt_tokens"]))
+    assert reused[-1][0] >= 0.85 * reused[-1][1], reused
 
 
 @pytest.mark.parametrize("name", [name for name, agent in AGENTS.items() if not agent.compacts])
