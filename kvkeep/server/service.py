@@ -56,7 +56,7 @@ class Service:
     compact_at: float | None = None
     prompt_rules: Sequence[PromptRule] = DEFAULT_RULES  # for the prompts of the chat APIs
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
-    # Of prefixes that requests mark, in tokens, by the digest of their text; the newest last.
+    # Of prefixes that requests mark, in tokens, by a digest of owner and text; the newest last.
     prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     # Tokens of generated answers, for when clients send these back.
     written: WrittenAnswers = field(default_factory=WrittenAnswers)

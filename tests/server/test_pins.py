@@ -107,6 +107,20 @@ def test_a_mark_is_found_wherever_it_is(client: httpx.Client, place: str) -> Non
     assert 200 < pin["tokens"] < total
 
 
+def test_marks_behind_answers_count_the_tokens_that_were_sampled(client: httpx.Client) -> None:
+    messages: list[dict[str, Any]] = []
+    for question in ("Name a town.", "And a river?"):
+        messages.append({"role": "user", "content": [block(question, EPHEMERAL)]})
+        body = {"max_tokens": 40, "messages": messages, "temperature": 0, "system": SYSTEM}
+        answer = client.post("/v1/messages", json=body).raise_for_status().json()
+        messages.append({"role": "assistant", "content": answer["content"]})
+    usage = answer["usage"]
+    assert usage["cache_read_input_tokens"] > 250
+    assert 0 < usage["cache_creation_input_tokens"] < 40
+    assert 0 < usage["input_tokens"] < 6
+    assert len(pins(client)) == 1
+
+
 def test_a_prompt_without_marks_is_not_pinned(client: httpx.Client) -> None:
     usage = ask(client, block("Hello"), system=f"Three. {SYSTEM}")
     assert usage["cache_creation_input_tokens"] == 0

@@ -111,7 +111,8 @@ def _prefix_length(
     if fields is None and body.messages[-1].get("role") == "assistant":
         return len(prompt.ids)
     options = body.render_options()
-    key_text = json.dumps([repr(options), _without_marks(fields)], sort_keys=True, default=repr)
+    key_parts = [context.owner, repr(options), _without_marks(fields)]
+    key_text = json.dumps(key_parts, sort_keys=True, default=repr)
     key = blake2b(key_text.encode(errors="replace")).digest()
     lengths = context.service.prefix_lengths
     length = lengths.pop(key, None)
