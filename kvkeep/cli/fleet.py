@@ -131,4 +131,5 @@ def _replica_config(
         alias=serving.alias,
         context_policy=serving.context_policy,
         prompt_rules=serving.prompt_rules,
+        alignment=serving.alignment_options(),
     )

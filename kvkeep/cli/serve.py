@@ -24,10 +24,11 @@ from kvkeep.cli.output import format_size, say
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
-from kvkeep.types import ContextPolicy
+from kvkeep.types import AlignmentMode, ContextPolicy
 
 if TYPE_CHECKING:
     from kvkeep import Model
+    from kvkeep.session.alignment import AlignmentOptions
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _RULE_NAMES = ", ".join(
@@ -98,6 +99,24 @@ class ServingOptions:
         help=f"Rules that change prompts so that more of them is reused: {_RULE_NAMES}; with "
         "commas, -NAME to switch one off, or none or all.",
     )
+    alignment: AlignmentMode = choice_option(
+        get_args(AlignmentMode),
+        "For prompts that differ from earlier ones: reuse the common beginning, or also what "
+        "follows, edited in place, which is not exact. Requests may choose.",
+        default="exact",
+    )
+    min_saved: int = option(
+        metavar="N",
+        type=click.IntRange(0),
+        default=256,
+        help="Prompt tokens that alignment in place must save.",
+    )
+    reread: int = option(
+        metavar="N",
+        type=click.IntRange(0),
+        default=16,
+        help="Tokens that are evaluated again after each edit in place.",
+    )
     grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),
@@ -146,6 +165,11 @@ class ServingOptions:
             f"a session of {budget:,} tokens needs up to {format_size(needed)}, and --memory is "
             f"{format_size(self.max_bytes)}: use --memory {format_size(needed)} or more{hint}"
         )
+
+    def alignment_options(self) -> "AlignmentOptions":
+        from kvkeep.session.alignment import AlignmentOptions
+
+        return AlignmentOptions(self.alignment, self.min_saved, self.reread)
 
     def uses_prefix_cache(self) -> bool:
         return uses_prefix_cache(self.memory, self.prefix_cache)
@@ -197,6 +221,7 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
         settings=serving.session_settings(model),
         limits=Limits(memory=serving.max_bytes),
         share_prefixes=serving.uses_prefix_cache(),
+        alignment=serving.alignment_options(),
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
@@ -215,6 +240,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]
         limits=Limits(memory=serving.max_bytes),
         folder=folder / "sessions",
         stores=folder / "prefixes" if serving.uses_prefix_cache() else None,
+        alignment=serving.alignment_options(),
     ) as engine:
         for line in engine.losses:
             say(line)

@@ -1,6 +1,6 @@
 """The configuration of a fleet, which its servers' processes receive."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.types import ContextPolicy
 
 _MIN_SECRET_BYTES = 32  # in the file
@@ -34,6 +35,8 @@ class ReplicaConfig:
     alias: str | None  # the model's name in the APIs; None for the last part of `model`
     context_policy: ContextPolicy = "refuse"  # for prompts longer than the context
     prompt_rules: str = "default"  # see `kvkeep.chat.prompt_rules.select_rules`
+    # Of prompts that do not choose one.
+    alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
 
 
 @dataclass(frozen=True)

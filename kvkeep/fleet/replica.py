@@ -15,6 +15,7 @@ from kvkeep.fleet.config import ReplicaConfig
 from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
 from kvkeep.fleet.middleware import SessionMiddleware
 from kvkeep.model import Model
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
@@ -32,13 +33,14 @@ class Replica:
         settings: Mapping[str, Any],
         limits: Limits,
         share_prefixes: bool,
+        alignment: AlignmentOptions | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ):
         """Open a store and start an engine over it.
 
         secret: authenticates shared prefixes. settings: defaults of new sessions. share_prefixes:
-        whether to share prefilled prefixes of prompts. Raises InvalidArgument and StoreError for
-        an unusable store.
+        whether to share prefilled prefixes of prompts. alignment: see `Engine`. Raises
+        InvalidArgument and StoreError for an unusable store.
         """
         objects = open_object_store(store_url)
         # Unique to this process, even if containers share host names.
@@ -52,6 +54,7 @@ class Replica:
             limits=limits,
             stores=prefixes.for_owner if prefixes else None,
             snapshots=partial(SharedLabels, objects),
+            alignment=alignment,
         )
         sessions_of = partial(
             SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
@@ -112,6 +115,7 @@ class ReplicaServer:
             settings=config.session_settings,
             limits=Limits(memory=config.memory_bytes),
             share_prefixes=config.share_prefixes,
+            alignment=config.alignment,
             lease_seconds=config.lease_seconds,
         )
         model_name = config.alias or model.name.rpartition("/")[2]

@@ -9,9 +9,6 @@ compact their conversation, or "slide", by which its oldest tokens are evicted w
 policy does so. An archive compresses them instead, and so takes them under both.
 """
 
-from typing import Any
-
-from kvkeep.engine import Usage
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError
 from kvkeep.server.service import RequestContext, Service
 
@@ -65,9 +62,3 @@ def check_prompt_size(
             f"the prompt has {num_prompt_tokens} tokens and the context holds "
             f"{service.context_size}: the oldest tokens of the prompt are forgotten"
         )
-
-
-def evicted_prompt_fields(*usages: Usage) -> dict[str, Any]:
-    """Return the field `x_kvkeep` of an answer that forgot a part of its prompt; else {}."""
-    evicted = max(usage.evicted for usage in usages)
-    return {"x_kvkeep": {"forgotten_prompt_tokens": evicted}} if evicted else {}

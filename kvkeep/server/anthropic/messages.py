@@ -14,13 +14,13 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
+from kvkeep.server.alignment import own_fields
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
-from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext, StreamEvent
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -43,7 +43,8 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
     pins = await pinned_prefixes(context, body, prompt)
-    request = GenerationRequest(tuple(prompt.ids), limit, pins=pins)
+    alignment = body.alignment_options(context)
+    request = GenerationRequest(tuple(prompt.ids), limit, pins=pins, alignment=alignment)
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
@@ -73,7 +74,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     (result,) = await context.collect(stream, on_event=read)
     message: dict[str, Any] = {**fields, "content": content_blocks(answer.output)}
     message |= _stop_fields(result.finished, answer.output)
-    message |= {**evicted_prompt_fields(result.finished.usage), **edited}
+    message |= {**own_fields(result.finished.usage), **edited}
     message["usage"] = usage_fields(result.finished.usage, pins)
     return JSONResponse(message, headers=headers)
 
@@ -106,7 +107,7 @@ async def _stream_events(
     finished = stream.results[0].finished
     delta = _stop_fields(finished, answer.output)
     fields = {"delta": delta, "usage": usage_fields(finished.usage, request.pins)}
-    more = {**evicted_prompt_fields(finished.usage), **edited}
+    more = {**own_fields(finished.usage), **edited}
     yield message_event("message_delta", **fields, **more)
     yield message_event("message_stop")
 

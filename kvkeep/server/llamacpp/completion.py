@@ -12,11 +12,12 @@ from starlette.responses import Response
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.alignment import AlignmentFields, own_fields
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
-from kvkeep.server.overflow import check_prompt_size, evicted_prompt_fields
+from kvkeep.server.overflow import check_prompt_size
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
@@ -36,7 +37,7 @@ class PromptObject(RequestBody):
 _Prompt = str | PromptObject | Annotated[list[TokenId | str], Field(max_length=1_000_000)]
 
 
-class LlamaCompletionRequest(SamplingParams):
+class LlamaCompletionRequest(SamplingParams, AlignmentFields):
     """A request.
 
     prompt: a text, token ids, or a list that mixes both; or a list of prompts, each of which gets
@@ -156,7 +157,11 @@ async def _start(
     max_tokens = context.service.max_tokens(None if body.n_predict < 0 else body.n_predict)
     logprobs = body.n_probs or None
     request = GenerationRequest(tuple(ids), max_tokens, sampling, body.ignore_eos, logprobs)
-    request = replace(request, end_tokens=body.end_tokens(context.tokenizer))
+    request = replace(
+        request,
+        end_tokens=body.end_tokens(context.tokenizer),
+        alignment=body.alignment_options(context),
+    )
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     check_prompt_size(context, len(ids), min(1, max_tokens))
@@ -218,7 +223,7 @@ class _LlamaOutput:
             "generation_settings": settings,
             "prompt": self.context.tokenizer.decode(self.prompt_ids),
             "truncated": finished.reason == "full" or usage.evicted > 0,
-            **evicted_prompt_fields(usage),
+            **own_fields(usage),
             "stop_type": _STOP_TYPES[finished.reason],
             "stopping_word": finished.stop or "",
             "timings": {**llamacpp_timings(usage), "cache_n": cached_tokens},

@@ -20,9 +20,9 @@ from kvkeep.chat.output import (
 )
 from kvkeep.engine import Finished, GeneratedToken, Usage
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.alignment import own_fields
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.openai.usage import logprobs_entry
-from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.sse import KeepaliveResponse
 
 NDJSON: dict[int | str, dict[str, Any]] = {
@@ -100,9 +100,7 @@ class AnswerFormat:
     def last(self, fields: dict[str, Any], finished: Finished, **more: Any) -> dict[str, Any]:
         done = {"done": True, "done_reason": _DONE_REASONS[finished.reason]}
         usage = finished.usage
-        return self.chunk(
-            fields, **done, **_durations(usage), **evicted_prompt_fields(usage), **more
-        )
+        return self.chunk(fields, **done, **_durations(usage), **own_fields(usage), **more)
 
 
 def _durations(usage: Usage) -> dict[str, int]:

@@ -97,7 +97,12 @@ def _generation_request(
     body: OllamaRequest, ids: list[int], context: RequestContext
 ) -> GenerationRequest:
     max_tokens = context.service.max_tokens(_options(body).max_tokens)
-    return GenerationRequest(tuple(ids), max_tokens, logprobs=body.requested_logprobs)
+    return GenerationRequest(
+        tuple(ids),
+        max_tokens,
+        logprobs=body.requested_logprobs,
+        alignment=body.alignment_options(context),
+    )
 
 
 def _loaded_response(body: OllamaRequest, answer: AnswerFormat) -> Response:

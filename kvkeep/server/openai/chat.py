@@ -10,13 +10,13 @@ from starlette.responses import Response
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.alignment import own_fields
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.chat_choices import ChatChoice
 from kvkeep.server.openai.chat_request import ChatRequest
-from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
@@ -39,6 +39,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         pins=body.pins(len(prompt.ids)),
+        alignment=body.alignment_options(context),
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
     budget = body.max_reasoning_tokens
@@ -128,7 +129,7 @@ class _ChatOutput:
         ]
         if isinstance(event, Finished):
             extra: dict[str, Any] = {"timings": usage.llamacpp_timings(event.usage)}
-            extra |= evicted_prompt_fields(event.usage)
+            extra |= own_fields(event.usage)
             chunks.append(self._chunk(index, {}, choice.finish_reason(event), **extra))
         return chunks
 

@@ -2,7 +2,7 @@
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -13,6 +13,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import FillInMiddle
+from kvkeep.server.alignment import AlignmentFields, own_fields
 from kvkeep.server.generation import STREAM_PATIENCE, start_batch
 from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.openai import usage
@@ -21,7 +22,6 @@ from kvkeep.server.openai.completion_logprobs import (
     EncodedPrompt,
     joined_entries,
 )
-from kvkeep.server.overflow import evicted_prompt_fields
 from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
@@ -31,7 +31,7 @@ _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 _Count = Annotated[int | None, Field(ge=1, le=MAX_BATCH)]
 
 
-class CompletionRequest(CompletionParams):
+class CompletionRequest(CompletionParams, AlignmentFields):
     """A request.
 
     prompt: a text, token ids, or a list of texts and lists of token ids, each of which gets `n`
@@ -123,7 +123,10 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     tokenizer, service = context.tokenizer, context.service
     prompts = await to_thread(body.encode_prompts, tokenizer)
     limit = service.max_tokens(body.token_limit)
-    requests = body.generation_requests(prompts, tokenizer, limit)
+    requests = [
+        replace(request, alignment=body.alignment_options(context))
+        for request in body.generation_requests(prompts, tokenizer, limit)
+    ]
     samplings = body.samplings(context.default_sampling, body.sample_count)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_batch(context, requests, samplings, patience)
@@ -153,7 +156,7 @@ class _CompletionOutput:
             for result in kept[: self.body.choice_count]:
                 choices.append(self._choice(len(choices), prompt, result, candidates[0]))
         usages = [result.finished.usage for result in results]
-        counts = {"usage": usage.total_usage(by_prompt), **evicted_prompt_fields(*usages)}
+        counts = {"usage": usage.total_usage(by_prompt), **own_fields(*usages)}
         timings = usage.llamacpp_timings(usages[0])
         return {**self.fields, "choices": choices, **counts, "timings": timings}
 
@@ -191,7 +194,7 @@ class _CompletionOutput:
             if isinstance(event, Finished):
                 end_token = [event.end_token] if event.end_token else []
                 choice = _choice(index, event.text, event, formatter.entry(end_token))
-                yield self._event(choice, **evicted_prompt_fields(event.usage))
+                yield self._event(choice, **own_fields(event.usage))
             elif event.text or event.logprob:
                 logprobs = formatter.entry([event])
                 yield self._event(_choice(index, event.text, logprobs=logprobs))

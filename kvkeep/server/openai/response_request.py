@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.server.alignment import AlignmentFields
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
@@ -24,7 +25,7 @@ class ReasoningOptions(ReasoningConfig):
     generate_summary: str | None = None  # an older name of `summary`
 
 
-class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields):
+class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, AlignmentFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None

@@ -21,6 +21,7 @@ from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
 from kvkeep.errors import ContextFull, KvkeepError
+from kvkeep.server.alignment import own_fields
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
@@ -30,7 +31,7 @@ from kvkeep.server.openai.response_items import ResponseItems, final_fields, new
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
-from kvkeep.server.overflow import check_prompt_size, evicted_prompt_fields, overflow_error
+from kvkeep.server.overflow import check_prompt_size, overflow_error
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
@@ -152,6 +153,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             samplings[0],
             logprobs=body.logprob_count,
             pins=body.pins(len(prompt.ids)),
+            alignment=body.alignment_options(context),
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
     except BaseException as error:
@@ -203,7 +205,7 @@ async def _complete(
     """Return the complete response; store it unless `store` is false."""
     reading, prepared_tokens = pending.reading, pending.prepared_tokens
     fields = final_fields(finished, prepared_tokens, reading.reasoning_tokens)
-    fields |= evicted_prompt_fields(finished.usage)
+    fields |= own_fields(finished.usage)
     response = {**pending.response, "output": reading.output, **fields}
     if pending.request.stores:
         await stored_items.store_response(response, pending.items, context)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.engine import GeneratedToken, PrefillProgress, TokenLogprob, Usage
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.overflow import evicted_prompt_fields
+from kvkeep.server.alignment import own_fields
 from kvkeep.server.service import GenerationResult, Service
 from kvkeep.version import __version__
 
@@ -24,7 +24,7 @@ def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
 def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
     usages = [result.finished.usage for result in results]
     fields = {"usage": openai_usage(results), "timings": llamacpp_timings(usages[0])}
-    return {**fields, **evicted_prompt_fields(*usages)}
+    return {**fields, **own_fields(*usages)}
 
 
 def openai_usage(results: Sequence[GenerationResult]) -> dict[str, Any]:

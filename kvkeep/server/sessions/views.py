@@ -15,6 +15,7 @@ from kvkeep.cache.ragged import RaggedCells
 from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.alignment import AlignmentFields
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import SessionName, session_entry
@@ -166,17 +167,24 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
     return sse_response(_operation_events(context, name))
 
 
+class ExplainRequest(FeedRequest, AlignmentFields):
+    """A prompt, and how it may be reused."""
+
+
 @router.post("/v1/prefix/explain")
-async def explain(body: FeedRequest, context: ContextDep) -> dict[str, Any]:
+async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it.
 
     `messages` are changed by the prompt rules as in chats; `prompt_rules` names those that did.
+    With `alignment` "in_place" it names each seam, with the texts that would be removed and
+    inserted there, or why the prompt would not be aligned.
     """
     rules = context.service.prompt_rules
     ids = await to_thread(body.encode, context.service.model, context.notices, True, rules)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
-    report = await wrap_future(context.engine.explain(ids, context.owner))
+    alignment = body.alignment_options(context)
+    report = await wrap_future(context.engine.explain(ids, context.owner, alignment))
     return {**_reuse_entry(report, context.tokenizer), "prompt_rules": context.notices.rules}
 
 
@@ -207,7 +215,25 @@ def _reuse_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
         entry["common_text"] = decode(difference.prompt[:num_shared])
         entry["prompt_text"] = tokenizer.decode_continuation(difference.prompt[num_shared:])
         entry["nearest_text"] = tokenizer.decode_continuation(difference.nearest[num_shared:])
-    return entry
+    return {**entry, **_in_place_entry(report, tokenizer)}
+
+
+def _in_place_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
+    """Return how a prompt is aligned in place, or why not; {} if that was not asked for."""
+    if report.reuse.mode == "exact":
+        return {"not_in_place": report.not_in_place} if report.not_in_place else {}
+    decode = tokenizer.decode_continuation
+    seams = [
+        {
+            "at": seam.at,
+            "removed_text": decode(seam.removed),
+            "inserted_text": decode(seam.inserted),
+            "reread": seam.reread,
+        }
+        for seam in report.seams
+    ]
+    kept = report.reuse.tokens - report.reuse.moved
+    return {"reuse": "in_place", "kept": kept, "moved": report.reuse.moved, "seams": seams}
 
 
 def _operation_entry(operation: Operation) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""How requests choose between exact reuse and alignment in place, and how answers report it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from kvkeep.engine import Usage
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody
+from kvkeep.server.service import RequestContext
+from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.types import AlignmentMode
+
+_Count = Annotated[int | None, Field(ge=0, le=MAX_TOKENS)]
+
+
+class AlignmentParams(RequestBody):
+    """The field `alignment` in full. Parts that are missing are the server's."""
+
+    mode: AlignmentMode = "in_place"
+    min_saved: _Count = None
+    reread: _Count = None
+
+
+class AlignmentFields(RequestBody):
+    """kvkeep's own field of requests with a prompt, for the reuse of similar prompts.
+
+    alignment: "exact" or "in_place", or an object; by default what the server was started with.
+    """
+
+    alignment: AlignmentMode | AlignmentParams | None = None
+
+    def alignment_options(self, context: RequestContext) -> AlignmentOptions:
+        """Return the options of the request's prompt."""
+        default, alignment = context.engine.alignment, self.alignment
+        if alignment is None:
+            return default
+        if isinstance(alignment, str):
+            return replace(default, mode=alignment)
+        counts = {"min_saved": alignment.min_saved, "reread": alignment.reread}
+        given = {name: count for name, count in counts.items() if count is not None}
+        return replace(default, mode=alignment.mode, **given)
+
+
+def own_fields(*usages: Usage) -> dict[str, Any]:
+    """Return the field `x_kvkeep` of an answer; {} if there is nothing to report.
+
+    It names tokens of the prompt that were forgotten, and how the prompt was aligned in place.
+    """
+    evicted = max(usage.evicted for usage in usages)
+    fields: dict[str, Any] = {"forgotten_prompt_tokens": evicted} if evicted else {}
+    aligned = next((usage for usage in usages if usage.reuse.mode == "in_place"), None)
+    if aligned is not None:
+        fields |= _in_place_fields(aligned)
+    return {"x_kvkeep": fields} if fields else {}
+
+
+def _in_place_fields(usage: Usage) -> Mapping[str, Any]:
+    reuse = usage.reuse
+    return {
+        "reuse": reuse.mode,
+        "seams": reuse.seams,
+        "kept": reuse.tokens - reuse.moved,
+        "moved": reuse.moved,
+        "evaluated": usage.evaluated,
+    }

@@ -1,0 +1,105 @@
+"""Alignment in place over HTTP: chosen by request, reported in answers, never for others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.conftest import RunningServer, serving
+
+from kvkeep.engine import Engine
+from kvkeep.model import Model
+from kvkeep.server.keys import ApiKeys
+from kvkeep.session.alignment import AlignmentOptions
+
+IN_PLACE = {"mode": "in_place", "min_saved": 64, "reread": 8}
+FACTS = "".join(f"Fact {number}: {number} plus {number} is {2 * number}. " for number in range(24))
+
+
+def body(api: str, day: str, alignment: Any = None) -> dict[str, Any]:
+    """Return a request whose system text begins with a day, and goes on with the same facts."""
+    system = f"You write for {api}. Today is {day}. {FACTS}"
+    question = [{"role": "user", "content": "Is it raining?"}]
+    with_system = [{"role": "system", "content": system}, *question]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": with_system, "max_tokens": 2},
+        "/v1/completions": {"prompt": system, "max_tokens": 2},
+        "/completion": {"prompt": system, "n_predict": 2},
+        "/v1/responses": {"input": question, "instructions": system, "store": False},
+        "/v1/messages": {"messages": question, "system": system, "max_tokens": 2},
+        "/api/chat": {"messages": with_system, "options": {"num_predict": 2}, "stream": False},
+    }
+    more = {"max_output_tokens": 2} if api == "/v1/responses" else {}
+    return bodies[api] | more | ({} if alignment is None else {"alignment": alignment})
+
+
+APIS = (
+    *("/v1/chat/completions", "/v1/completions", "/completion", "/v1/responses", "/v1/messages"),
+    "/api/chat",
+)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_answers_say_how_their_prompt_was_aligned(server: RunningServer, api: str):
+    with server.client() as client:
+        first = client.post(api, json=body(api, "Monday")).json()
+        assert "x_kvkeep" not in first
+        second = client.post(api, json=body(api, "Friday, the 13th", IN_PLACE))
+        assert second.status_code == 200, second.text
+        fields = second.json()["x_kvkeep"]
+        assert (fields["reuse"], fields["seams"]) == ("in_place", 1)
+        assert fields["moved"] > 3 * fields["evaluated"]
+        exact = client.post(api, json=body(api, "Friday, the 13th")).json()
+        assert "x_kvkeep" not in exact
+
+
+def test_explain_shows_the_texts_at_each_seam(server: RunningServer):
+    chat = "/v1/chat/completions"
+    with server.client() as client:
+        client.post(chat, json=body(chat, "the first of May"))
+        changed = body(chat, "the second of May", IN_PLACE)
+        report = client.post("/v1/prefix/explain", json=changed).json()
+        (seam,) = report["seams"]
+        assert (report["reuse"], seam["reread"]) == ("in_place", 8)
+        assert (seam["removed_text"], seam["inserted_text"]) == (" first", " second")
+        assert report["kept"] + report["moved"] == report["reused"]
+        changed["alignment"] = {**IN_PLACE, "min_saved": 5000}
+        report = client.post("/v1/prefix/explain", json=changed).json()
+        assert "5000" in report["not_in_place"]
+        client.post(chat, json=body(chat, "the second of May", IN_PLACE))
+        (last, *_) = client.get("/v1/prefix/misses").json()["data"]
+        assert last["reuse"] == "in_place"
+        aligned = [each for each in client.get("/v1/operations").json()["data"] if each["parent"]]
+        assert "align" in [each["what"] for each in aligned]
+
+
+@pytest.mark.parametrize("alignment", ["nearly", {"mode": "other"}, {"reread": -1}, 3])
+def test_invalid_alignments_are_refused(server: RunningServer, alignment: Any):
+    chat = "/v1/chat/completions"
+    with server.client() as client:
+        answer = client.post(chat, json=body(chat, "Monday", alignment))
+    assert answer.status_code == 400
+    assert "alignment" in answer.text
+
+
+def test_a_servers_default_holds_for_each_owner_alone(smollm2: Model, tmp_path: Path):
+    keys = ("first-key-of-16-characters", "second-key-of-16-characters")
+    engine = Engine(
+        smollm2,
+        settings={"max_kv_size": 2048},
+        folder=tmp_path,
+        alignment=AlignmentOptions("in_place", min_saved=64),
+    )
+    chat = "/v1/chat/completions"
+    with (
+        serving(engine, ApiKeys(keys)) as server,
+        server.client(keys[0]) as client,
+        server.client(keys[1]) as other,
+    ):
+        client.post(chat, json=body(chat, "Monday"))
+        theirs = other.post(chat, json=body(chat, "Tuesday")).json()
+        assert "x_kvkeep" not in theirs
+        assert theirs["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        exact = client.post(chat, json=body(chat, "Wednesday", "exact")).json()
+        assert "x_kvkeep" not in exact
+        aligned = client.post(chat, json=body(chat, "Thursday")).json()
+        assert aligned["x_kvkeep"]["reuse"] == "in_place"
