@@ -8,8 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from kvkeep.session.streaming import TextStream
-
 if TYPE_CHECKING:
     from kvkeep.chat.renderer import ChatRenderer
     from kvkeep.models.text.codec import TextCodec
@@ -53,6 +51,8 @@ def reasoning_range(
 
     None if there is none, or if it is in several places.
     """
+    from kvkeep.session.streaming import TextStream  # imports the tokenizers
+
     output_format = renderer.output_format
     ends_reasoning = (block.end in codec.decode(ids) for block in output_format.reasoning)
     if not output_format.channels and not any(ends_reasoning):
