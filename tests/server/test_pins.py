@@ -8,6 +8,7 @@ import httpx
 import pytest
 from server.conftest import RunningServer, running_server
 
+from kvkeep.client import Client
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 
@@ -154,6 +155,16 @@ def test_openai_keys_and_retentions_pin_the_session(
     assert pins(client) == []
     again = client.delete(f"/v1/prefix/pins/{pin['id']}")
     assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
+
+
+def test_the_python_client_lists_and_releases_pins(
+    server: RunningServer, client: httpx.Client
+) -> None:
+    ask(client, block("Hello", EPHEMERAL))
+    with Client(server.url) as python_client:
+        (pin,) = python_client.pins()
+        assert python_client.release_pin(pin["id"])["deleted"]
+        assert python_client.pins() == []
 
 
 def test_pins_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) -> None:
