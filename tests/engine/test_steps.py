@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from small_models import small_model, state_specs
 
 from kvkeep.engine import Engine
+from kvkeep.engine.record import max_session_bytes
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid, prefill_step_at
 from kvkeep.model import Model
 
@@ -119,3 +120,21 @@ def test_reuse_up_to_a_message_by_the_default_model_equals_evaluating_all(
     assert result.reuse.tokens == GRID.last_end(chat(counts), len(first))
     assert result.reuse.tokens % 64
     assert result.same(generate(smollm2, [second]))
+
+
+@pytest.mark.parametrize("kind", ["local", "delta_net"])
+@given(counts=lengths, turns=st.integers(1, 5))
+@settings(max_examples=5, deadline=None)
+def test_what_is_reserved_covers_the_checkpoints_after_messages(
+    kind: str, counts: Lengths, turns: int
+) -> None:
+    session = tiny_model(kind).session(4000, policy="full", prefill_step=128)
+    text = chat([*counts, *counts, 40, 40, 40])
+    for turn in range(turns):
+        message = text[turn * len(text) // turns : (turn + 1) * len(text) // turns]
+        reserved, feeding = max_session_bytes(session, len(message)), session.feeding(message)
+        whole = [*session.tokens, *message]
+        while feeding.done < feeding.total:
+            start = len(session.tokens)
+            feeding.step(feeding.done + GRID.next_end(whole, start) - start)
+        assert session.nbytes <= reserved
