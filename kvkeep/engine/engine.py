@@ -164,6 +164,7 @@ class Engine(AbstractContextManager["Engine"]):
     pins = _engine_method(SessionOperations.pins)
     release_pin = _engine_method(SessionOperations.release_pin)
     prepare = _engine_method(SessionOperations.prepare)
+    continue_compacted = _engine_method(SessionOperations.continue_compacted)
     set_notes = _engine_method(SessionOperations.set_notes)
     pin = _engine_method(SessionOperations.pin)
     inspect = _engine_method(SessionOperations.inspect)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvkeep.engine.in_place import match_prompt
@@ -10,12 +11,14 @@ from kvkeep.engine.pins import PrefixPin
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport, best_match
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.rendering import common_prefix_length
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
+_COMPACTED = "compact"  # the operation by which a session was compacted
 _CELL_PRESERVING = ("span", "rewind")  # operations that leave the remaining cells as they were
 
 
@@ -105,6 +108,33 @@ class SessionOperations:
             record.mark_changed()
         match.set_token_counts(record)
         return match.reused_tokens
+
+    def continue_compacted(
+        self, prompt: Sequence[int], name: str, handle: str, owner: str = "0"
+    ) -> int:
+        """Create a session that continues a compacted one, or one that continued it before.
+
+        handle: the compacted session's name. Returns how many first tokens of the prompt the new
+        session holds; 0, and no session, if there is none that begins like the prompt.
+        """
+        with suppress(KvkeepError):  # it may be gone, damaged, or too large
+            self._registry.load_existing(handle, owner)
+        best: tuple[int, SessionRecord] | None = None
+        for record in self._registry.owned_by(owner):
+            if record.session is None or record.busy or record.first_edit != _COMPACTED:
+                continue
+            common = common_prefix_length(prompt[:-1], record.live.tokens)
+            removed, memory = len(record.live.tokens) - common, record.live.core.memory
+            is_usable = common and (not removed or removed < memory.num_rewindable)
+            if is_usable and (best is None or common > best[0]):
+                best = common, record
+        if best is None:
+            return 0
+        common, record = best
+        fork = self._registry.add(record.live.fork(common), owner, name)
+        fork.parent, fork.first_edit = record.name, _COMPACTED
+        self._operation_log.add(fork, "fork")
+        return common
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
         """Add JSON values to a session's notes; they replace values of the same keys."""

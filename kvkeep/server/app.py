@@ -33,6 +33,7 @@ from kvkeep.server.notices import (
 from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
+from kvkeep.server.openai import compaction as response_compaction
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import compaction, editing, generate, lifecycle, pins, views
@@ -41,7 +42,17 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
-    *(chat, completions, responses, models, anthropic, completion, infill, auxiliary),
+    *(
+        response_compaction,
+        chat,
+        completions,
+        responses,
+        models,
+        anthropic,
+        completion,
+        infill,
+        auxiliary,
+    ),
     *(embeddings, ollama_generation, ollama_models),
     *(lifecycle, generate, editing, compaction, views, pins),
 )

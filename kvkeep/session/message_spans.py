@@ -35,13 +35,15 @@ def system_end(spans: "Mapping[str, TokenRange]") -> int:
 
 
 def newest_turn_start(spans: "Mapping[str, TokenRange]", count: int) -> int:
-    """Return where the newest `count` turns begin.
+    """Return where the newest `count` turns begin; beyond any text if that is 0.
 
-    Where no span is a turn, a user's message begins one. A text without any begins at infinity.
+    Where no span is a turn, a user's message begins one. A text without any is one turn.
     """
+    if not count:
+        return 2**62
     starts = sorted(spans[name][0] for name in spans if _TURN.fullmatch(name))
     starts = starts or [spans[name][0] for name in spans_of_kind(spans, "user")]
-    return starts[-count:][0] if starts and count else 2**62
+    return starts[-count:][0] if starts else 0
 
 
 def reasoning_range(

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
+from kvkeep.chat.compaction_items import expand_compaction
 from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
@@ -27,6 +28,7 @@ from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.openai import stored_items
+from kvkeep.server.openai.compaction import prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
@@ -77,7 +79,7 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the prompt without evaluating it."""
-    _, prompt = await _prompt(body, context)
+    _, prompt, _ = await _prompt(body, context)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
@@ -119,19 +121,21 @@ async def cancel(response_id: _ResponseId, context: ContextDep) -> dict[str, Any
 
 async def _prompt(
     body: ResponsesRequest, context: RequestContext
-) -> tuple[list[dict[str, Any]], ChatInput]:
-    """Return the items that the response answers, and the prompt."""
+) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
+    """Return the items that the response answers, the prompt, and the handle of a compaction."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
+    expanded, handle, warnings = expand_compaction(items)
+    context.notices.warn(*warnings)
     chat = parse_chat(
-        {**body.model_dump(include={"instructions", "tools", "tool_choice"}), "input": items}
+        {**body.model_dump(include={"instructions", "tools", "tool_choice"}), "input": expanded}
     )
-    return items, await chat_input(context, chat, body.render_options())
+    return items, await chat_input(context, chat, body.render_options()), handle
 
 
 async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingResponse:
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
-    items, prompt = await _prompt(body, context)
+    items, prompt, handle = await _prompt(body, context)
     prompt, samplings = await prompt.constrain(
         body.samplings(context.default_sampling),
         schema,
@@ -142,11 +146,13 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         samplings, (early_end,) = EarlyEnd.add(samplings)
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
-    check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
+    if handle is None or service.engine.default_policy != "full":  # fewer cells than tokens
+        check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
     response = _new_response(body, context)
-    name = response["id"] if body.stores or body.previous_response_id else None
+    has_name = body.stores or body.previous_response_id or handle
+    name = response["id"] if has_name else None
     try:
-        prepared_tokens = await _prepare(body, name, prompt.ids, context) if name else 0
+        prepared_tokens = await _prepare(body, name, prompt.ids, handle, context) if name else 0
         request = GenerationRequest(
             tuple(prompt.ids[prepared_tokens:]),
             service.max_tokens(body.max_output_tokens),
@@ -177,12 +183,15 @@ def _new_response(body: ResponsesRequest, context: RequestContext) -> dict[str, 
 
 
 async def _prepare(
-    body: ResponsesRequest, name: str, ids: list[int], context: RequestContext
+    body: ResponsesRequest, name: str, ids: list[int], handle: str | None, context: RequestContext
 ) -> int:
     """Create the response's session, a fork of the previous response's if there is one.
 
-    Returns how many of the prompt's first tokens it holds.
+    handle: of a compacted session that it continues. Returns how many of the prompt's first tokens
+    it holds.
     """
+    if handle is not None and (held := await prepare_compacted(ids, name, handle, context)):
+        return held
     engine, owner, previous_name = context.engine, context.owner, body.previous_response_id
     if previous_name is not None:
         await wrap_future(engine.fork(previous_name, owner, new_name=name, notes={}))

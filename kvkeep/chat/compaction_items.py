@@ -1,0 +1,116 @@
+"""Compaction items of OpenAI's Responses API: a handle to a compacted session, and a text fallback.
+
+An item stands for the whole conversation before it. Its `encrypted_content` is opaque to clients:
+the handle of a session that the server holds, and the conversation without old tool results and
+thinking, in case that session is gone or the item comes from another server.
+"""
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.chat.context_edits import ContextEdit, apply_edits
+from kvkeep.chat.messages import Chat
+from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id, parse_chat
+
+ITEM_TYPES = ("compaction", "compaction_summary", "context_compaction")
+HANDLE_PREFIX = "cmp_"
+_MARK = "kvkeep1."  # begins the content of our items
+_MAX_BYTES = 64_000_000  # of an item's conversation
+_KEPT_RESULTS = 3
+_EDITS = (
+    ContextEdit("", "clear_thinking", keep=1),
+    ContextEdit("", "clear_tool_uses", keep=_KEPT_RESULTS),
+)
+
+
+@dataclass(frozen=True)
+class CompactedHistory:
+    """What a compaction item stands for: items, and the name of the session with their cells."""
+
+    handle: str
+    items: tuple[dict[str, Any], ...]
+
+
+def kept_items(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a conversation's items without old tool results and thinking."""
+    chat = parse_chat({"input": list(items)})
+    kept, _ = apply_edits(chat, _EDITS, _count_characters)
+    return format_messages(kept.messages)
+
+
+def compaction_item(history: CompactedHistory) -> dict[str, Any]:
+    """Return the item that stands for a history."""
+    document = {"handle": history.handle, "items": list(history.items)}
+    packed = zlib.compress(json.dumps(document, ensure_ascii=False).encode())
+    content = _MARK + base64.urlsafe_b64encode(packed).decode()
+    return {"id": new_item_id("compaction"), "type": "compaction", "encrypted_content": content}
+
+
+def read_compaction(item: Mapping[str, Any]) -> CompactedHistory | None:
+    """Return what an item stands for; None if another server made it."""
+    content = item.get("encrypted_content")
+    if not isinstance(content, str) or not content.startswith(_MARK):
+        return None
+    try:
+        packed = base64.urlsafe_b64decode(content.removeprefix(_MARK))
+        reader = zlib.decompressobj()
+        document = json.loads(reader.decompress(packed, _MAX_BYTES))
+        items = tuple(dict(entry) for entry in document["items"])
+        return CompactedHistory(str(document["handle"]), items)
+    except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def expand_compaction(items: Sequence[Any]) -> tuple[list[Any], str | None, list[str]]:
+    """Return a request's items with the history in place of its newest compaction item.
+
+    Messages before the item that the history does not contain come behind it. Also returns the
+    handle, None if there is none, and warnings, in words.
+    """
+    warnings = list[str]()
+    for index in range(len(items) - 1, -1, -1):
+        if not _is_compaction(items[index]):
+            continue
+        history = read_compaction(items[index])
+        if history is None:
+            warnings.append("input: a compaction item of another server cannot be read")
+            continue
+        known = {_text_of(item) for item in history.items}
+        added = [
+            item
+            for item in items[:index]
+            if not _is_compaction(item) and _is_message(item) and _text_of(item) not in known
+        ]
+        rest = [item for item in items[index + 1 :] if not _is_compaction(item)]
+        return [*history.items, *added, *rest], history.handle, warnings
+    return [item for item in items if not _is_compaction(item)], None, warnings
+
+
+def user_messages(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages of users, which clients keep beside a compaction item."""
+    return [dict(item) for item in items if _is_message(item) and item.get("role") == "user"]
+
+
+def _is_compaction(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type") in ITEM_TYPES
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type", "message") == "message"
+
+
+def _text_of(item: Mapping[str, Any]) -> str:
+    """Return the role and text of a message: what it says, however its client writes it."""
+    if not _is_message(item):
+        return ""
+    (message, *_) = parse_chat({"input": input_items([dict(item)])}).messages
+    return f"{message.role}\n{message.text}"
+
+
+def _count_characters(chat: Chat) -> int:
+    return len(json.dumps(format_messages(chat.messages), default=str))

@@ -1,0 +1,130 @@
+"""`/v1/responses/compact`: a conversation compacted on its cells, behind an opaque item.
+
+The compacted session is a named one of the owner, so that it is saved and survives restarts. A
+request whose input has the item continues in a fork of it. If it is gone, the history in the item
+is evaluated instead.
+"""
+
+import secrets
+import time
+from asyncio import wrap_future
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from fastapi import APIRouter
+
+from kvkeep.chat.compaction_items import (
+    HANDLE_PREFIX,
+    CompactedHistory,
+    compaction_item,
+    expand_compaction,
+    kept_items,
+    user_messages,
+)
+from kvkeep.chat.openai_responses import input_items, parse_chat
+from kvkeep.chat.renderer import RenderOptions
+from kvkeep.engine import GenerationRequest
+from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
+from kvkeep.server.chat_input import chat_input
+from kvkeep.server.openai import stored_items
+from kvkeep.server.openai.response_request import ResponsesRequest
+from kvkeep.server.service import ContextDep, RequestContext
+from kvkeep.session.rendering import common_prefix_length
+from kvkeep.session.session import Session
+
+router = APIRouter()
+_TARGET = 0.5  # of max_kv_size
+_PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
+
+
+class ResponseCompactionRequest(ResponsesRequest):
+    input: str | list[dict[str, Any]] = []  # noqa: RUF012 (pydantic copies it)
+
+
+@router.post("/v1/responses/compact")
+@router.post("/responses/compact", include_in_schema=False)
+async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[str, Any]:
+    """Compact a conversation: its users' messages, and one opaque item for all that was said."""
+    items = await stored_items.conversation(body.input, body.previous_response_id, context)
+    items, _, warnings = expand_compaction(items)
+    context.notices.warn(*warnings)
+    kept, handle = kept_items(items), f"{HANDLE_PREFIX}{secrets.token_hex(12)}"
+    whole_ids = await _encode(body, items, context)
+    kept_ids = await _encode(body, kept, context)
+    system_end = common_prefix_length(kept_ids, await _encode(body, input_items("-"), context))
+    try:
+        await _compact_cells(whole_ids, kept_ids, system_end, handle, context)
+    except KvkeepError as error:  # the history in the item is evaluated then
+        context.notices.warn(f"compacted as text only: {error}")
+        with suppress(KvkeepError):
+            await wrap_future(context.engine.delete(handle, context.owner))
+    item = compaction_item(CompactedHistory(handle, tuple(kept)))
+    return {
+        "id": f"resp_{secrets.token_hex(12)}",
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*user_messages(items), item],
+        "usage": {
+            "input_tokens": len(whole_ids),
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": len(kept_ids),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(whole_ids) + len(kept_ids),
+        },
+    }
+
+
+async def prepare_compacted(
+    ids: Sequence[int], name: str, handle: str, context: RequestContext
+) -> int:
+    """Create a session that continues a compacted one.
+
+    Returns how many of the prompt's first tokens it holds; 0 if there is no session to continue.
+    """
+    return await wrap_future(context.engine.continue_compacted(ids, name, handle, context.owner))
+
+
+async def _encode(
+    body: ResponsesRequest, items: Sequence[Any], context: RequestContext
+) -> list[int]:
+    """Return the tokens of a conversation, up to the end of its last message."""
+    chat = parse_chat({**body.model_dump(include=_PROMPT_FIELDS), "input": list(items)})
+    options = RenderOptions(
+        continue_final=False,
+        generation_prompt=False,
+        template_kwargs=body.render_options().variables(),
+    )
+    return (await chat_input(context, chat, options)).ids
+
+
+async def _compact_cells(
+    whole_ids: list[int],
+    kept_ids: list[int],
+    system_end: int,
+    handle: str,
+    context: RequestContext,
+) -> None:
+    """Create the compacted session: the cells of the whole conversation, edited and compressed.
+
+    system_end: how many first tokens are the system prompt, which stays exact.
+    """
+    engine, owner, model = context.engine, context.owner, context.service.model
+    held = await wrap_future(engine.prepare(whole_ids, handle, owner))
+    stream = await context.generate(GenerationRequest(tuple(whole_ids[held:]), 0), handle)
+    await context.collect(stream)
+
+    def edit(session: Session) -> None:
+        try:
+            session.align(kept_ids, mode="in_place")
+        except (InvalidArgument, ContextFull):  # such as of a model with states
+            session.align(kept_ids, mode="exact")
+        if system_end:
+            session.name("system", 0, system_end)
+        if session.policy == "full":
+            calibration, progress = model.calibration, engine.yield_turn
+            session.compact(
+                _TARGET, steps=("compress",), calibration=calibration, progress=progress
+            )
+
+    await wrap_future(engine.change(handle, owner, "compact", edit))

@@ -1,0 +1,147 @@
+"""`/v1/responses/compact`: the item, its cells, restarts, other owners, and its text fallback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvkeep.chat.compaction_items import (
+    CompactedHistory,
+    compaction_item,
+    expand_compaction,
+    read_compaction,
+)
+from kvkeep.model import Model
+from kvkeep.server.keys import ApiKeys
+from tests.server.conftest import running_server
+
+RESULT = "The harbour of the old town has seen many ships come and go. " * 5
+SETTINGS = {"max_kv_size": 1200, "policy": "full"}
+
+
+@contextmanager
+def serving_client(model: Model, folder: Path) -> Iterator[httpx.Client]:
+    with running_server(model, folder, settings=SETTINGS) as running, running.client() as client:
+        yield client
+
+
+def agent_items(calls: int = 6) -> list[dict[str, Any]]:
+    """A task, and calls with long results."""
+    items: list[dict[str, Any]] = [{"role": "user", "content": "The gate code is 4711. Read on."}]
+    for number in range(calls):
+        call = {"call_id": f"call_{number}", "name": "read", "arguments": f'{{"page": {number}}}'}
+        output = {"type": "function_call_output", "call_id": f"call_{number}", "output": RESULT}
+        items += [{"type": "function_call", **call}, output]
+    return items
+
+
+def ask(client: httpx.Client, items: list[Any], **fields: Any) -> dict[str, Any]:
+    body = {"input": items, "max_output_tokens": 6, "temperature": 0, "store": False, **fields}
+    response = client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def compact(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/responses/compact", json={"model": "x", **body})
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
+
+
+def evaluated(answer: dict[str, Any]) -> int:
+    usage = answer["usage"]
+    return int(usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"])
+
+
+def test_a_conversation_goes_on_from_compacted_cells_also_after_a_restart(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    question = {"role": "user", "content": "What is the gate code?"}
+    with (
+        running_server(smollm2, tmp_path, settings=SETTINGS) as running,
+        running.client() as client,
+    ):
+        whole = ask(client, [*agent_items(), question])
+        result = compact(client, input=agent_items())
+        assert result["object"] == "response.compaction"
+        *messages, item = result["output"]
+        assert [message["role"] for message in messages] == ["user"]
+        assert item["type"] == "compaction"
+        history = [*result["output"], question]
+        first = ask(client, history)
+        assert evaluated(first) < 60
+        assert first["usage"]["input_tokens"] < whole["usage"]["input_tokens"] - 200
+        history += [*first["output"], {"role": "user", "content": "Thank you. And now?"}]
+        assert evaluated(ask(client, history)) < 60  # from the session of the turn before
+        again = compact(client, input=history)
+        assert again["output"][-1]["type"] == "compaction"
+        assert evaluated(ask(client, [*again["output"], question])) < 60
+    with (
+        running_server(smollm2, tmp_path, settings=SETTINGS) as running,
+        running.client() as client,
+    ):
+        resumed = ask(client, [*result["output"], question])
+        assert evaluated(resumed) < 60
+        assert resumed["output"][0]["content"] == first["output"][0]["content"]
+
+
+def test_items_are_text_for_other_owners_and_where_the_session_is_gone(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    question = {"role": "user", "content": "What is the gate code?"}
+    file, names = tmp_path / "keys", ("the-first-owners-key", "the-second-owners-key")
+    file.write_text("\n".join(names))
+    keys = ApiKeys.read(file, tmp_path)
+    with (
+        running_server(smollm2, tmp_path / "server", keys, settings=SETTINGS) as running,
+        running.client(names[0]) as first,
+        running.client(names[1]) as second,
+    ):
+        result = compact(first, input=agent_items())
+        history = read_compaction(result["output"][-1])
+        assert history is not None
+        assert evaluated(ask(first, [*result["output"], question])) < 60
+        other = ask(second, [*result["output"], question])
+        assert other["usage"]["input_tokens_details"]["cached_tokens"] == 0
+        assert second.get(f"/v1/sessions/{history.handle}").status_code == 404
+        assert first.delete(f"/v1/sessions/{history.handle}").status_code == 200
+        assert ask(first, [*result["output"], question])["status"] in (
+            "completed",
+            "incomplete",
+        )
+
+
+def test_foreign_items_are_left_out_with_a_warning(smollm2: Model, tmp_path: Path) -> None:
+    with (
+        running_server(smollm2, tmp_path, settings=SETTINGS) as running,
+        running.client() as client,
+    ):
+        foreign = {"type": "compaction", "encrypted_content": "gAAAAABo_opaque"}
+        body = {"input": [foreign, {"role": "user", "content": "Hi"}], "max_output_tokens": 2}
+        response = client.post("/v1/responses", json=body)
+        assert response.status_code == 200
+        assert "compaction item" in response.headers["X-Kvkeep-Warning"]
+        for bad in ({"input": []}, {"input": 7}, {"input": [{"type": "message", "role": "x"}]}):
+            assert client.post("/v1/responses/compact", json=bad).status_code == 400
+
+
+def test_expanded_items_are_the_history_then_what_it_does_not_contain() -> None:
+    task = {"role": "user", "content": "Do it."}
+    item = compaction_item(CompactedHistory("cmp_1", (task,)))
+    news = {"role": "developer", "content": "It is Monday."}
+    later = {"role": "user", "content": "Go on."}
+    old = compaction_item(CompactedHistory("cmp_0", ()))
+    expanded, handle, warnings = expand_compaction([news, old, task, item, later])
+    assert expanded == [task, news, later]
+    assert (handle, warnings) == ("cmp_1", [])
+    assert expand_compaction([task, later]) == ([task, later], None, [])
+
+
+@pytest.mark.parametrize("content", [None, "", "kvkeep1.", "kvkeep1.AAAA", "kvkeep1.!!!", 5])
+def test_damaged_items_are_not_read(content: Any) -> None:
+    assert read_compaction({"type": "compaction", "encrypted_content": content}) is None
