@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvkeep.chat import anthropic_messages, openai_chat, openai_responses
 from kvkeep.chat.messages import Chat
-from kvkeep.chat.renderer import ChatRenderer
+from kvkeep.chat.renderer import ChatRenderer, RenderOptions
 from kvkeep.chat.tool_schemas import canonical_schema
 from tests.chat.chats import JSON_VALUES
 from tests.chat.templates import QWEN25, write_codec
@@ -77,3 +77,37 @@ def test_any_value_keeps_what_it_says(value: Any, order: random.Random) -> None:
     assert result == schema
     assert str(result) == str(canonical_schema(shuffled(schema, order)))
     assert str(result) == str(canonical_schema(result))
+
+
+def test_a_tool_that_a_search_finds_changes_nothing_before_it(tmp_path: Path) -> None:
+    """Its definition is in the result of the search, also if it is listed from then on."""
+    renderer = ChatRenderer(write_codec(tmp_path, QWEN25))
+    question = {"role": "user", "content": "Hi"}
+    search = {"name": "search", "description": "Finds tools", "input_schema": {"type": "object"}}
+    found = {"name": "weather", "description": "Of a city", "input_schema": SCHEMA}
+    use = {"type": "tool_use", "id": "call_1", "name": "search", "input": {}}
+    reference = [{"type": "tool_reference", "tool_name": "weather"}]
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": reference}
+    history = [question, {"role": "assistant", "content": [use]}]
+    history.append({"role": "user", "content": [result]})
+    deferred = {**found, "defer_loading": True}
+    parse = anthropic_messages.parse_chat
+    before = [{"messages": [question], "tools": tools} for tools in ([search], [search, deferred])]
+    after = {"messages": history, "tools": [search, deferred]}
+
+    finder = {"type": "tool_search", "execution": "client", "description": "Finds tools"}
+    call = {"type": "tool_search_call", "call_id": "call_1", "arguments": {}, "execution": "client"}
+    tool = {"type": "function", "name": "weather", "parameters": SCHEMA, "defer_loading": True}
+    output = {"type": "tool_search_output", "call_id": "call_1", "tools": [tool]}
+    items = {"input": [question, call, output], "tools": [finder]}
+    for first, second in (
+        *((parse(body), parse(after)) for body in before),
+        (openai_responses.parse_chat({**items, "input": [question]}), None),
+    ):
+        second = second or openai_responses.parse_chat(items)
+        start = renderer.render(first, RenderOptions(generation_prompt=False)).text
+        text = renderer.render(second).text
+        assert text.startswith(start)
+        assert "weather" not in start
+        assert '"weather"' in text
+        assert "weather" in {tool.name for tool in second.callable_tools}
