@@ -24,6 +24,7 @@ from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
+from kvkeep.chat.rendered_calls import RenderedCall
 from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
 from kvkeep.chat.write_back import PROBE_TOOL, AnswerWriter, WrittenHistory
 from kvkeep.chat.written import FindWritten
@@ -179,6 +180,12 @@ class ChatRenderer:
     def _turns_are_delimited(self) -> bool:
         """Whether control tokens set the turns of a conversation apart."""
         return self._answer_writer(Chat((), (PROBE_TOOL,)), RenderOptions()).turns_are_delimited()
+
+    @cached_property
+    def rendered_call(self) -> RenderedCall | None:
+        """How the template writes a call; None if that is not certain, or no JSON."""
+        writer = self._answer_writer(Chat((), (PROBE_TOOL,)), RenderOptions())
+        return writer.rendered_call() if self._turns_are_delimited else None
 
     def new_reader(self) -> OutputReader:
         """Return a reader for an answer without calls, from where the template's text ends on."""

@@ -24,6 +24,7 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.prefill import open_reasoning
+from kvkeep.chat.rendered_calls import RenderedCall, parse_rendered_call
 from kvkeep.chat.written import WrittenAnswer, tokens_digest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
@@ -113,6 +114,21 @@ class AnswerWriter:
                 if before < 0 or next(self._delimiters(sealed, before, after), None) is None:
                     return False
         return True
+
+    def rendered_call(self) -> RenderedCall | None:
+        """Return how the template writes a call of `PROBE_TOOL`; None if it is not JSON."""
+        if self.output_format.channels:
+            return None  # whose headers the constraint of reasoning writes
+        question, answer = Message("user", (TextPart("-"),)), Message("assistant", (TextPart("-"),))
+        call = ToolCall("kvkeep000", PROBE_TOOL.name, {"k": "-"})
+        marked = _marked(Message("assistant", (call,)), False, 1)
+        result = Message("tool", (ToolResult(call.id, (TextPart("-"),)),))
+        sealed = self.render((question, marked, result, answer), prompt=False).sealed
+        region = self._region(sealed, 1, False, 0)
+        if region is None:
+            return None
+        text = str(self.codec.unsealed(sealed[slice(*region)]))
+        return parse_rendered_call(text, marked.calls[0], self.output_format)
 
     @cached_property
     def _opening(self) -> ChatText:

@@ -9,7 +9,13 @@ from kvkeep.chat.messages import Chat, Tool
 from kvkeep.chat.renderer import RenderedPrompt
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.server.call_grammar import WRITABLE, AllowedCalls, forced_call_schema, write_calls
+from kvkeep.server.call_grammar import (
+    WRITABLE,
+    AllowedCalls,
+    forced_call_schema,
+    write_calls,
+    write_rendered_call,
+)
 from kvkeep.server.grammar import ANY_OBJECT, Grammar, compile_grammar
 from kvkeep.server.lark_rules import LarkRules, compact_json, json_value
 from kvkeep.server.reasoning_budget import reasoning_constraint
@@ -103,12 +109,21 @@ def compile_answer_or_calls(
 
 
 def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) -> Grammar | None:
-    """Compile the grammar of one call. Parameters that are not supported are free."""
+    """Compile the grammar of one call, in the bytes that the chat template writes, or bare JSON.
+
+    Parameters that are not supported are free.
+    """
     if gbnf:
         return compile_grammar(model, forced_call_schema(tools), gbnf)  # raises
-    return _first_supported(
-        model, tools, lambda tools: Grammar.from_schema(model, forced_call_schema(tools))
-    )
+    form = model.renderer.rendered_call
+
+    def compiled(tools: Sequence[Tool]) -> Grammar:
+        if form is None:
+            return Grammar.from_schema(model, forced_call_schema(tools))
+        rules = LarkRules(_marker_ids(model), model.end_token_ids)
+        return Grammar.from_lark(model, rules.text(write_rendered_call(form, rules, tools)))
+
+    return _first_supported(model, tools, compiled)
 
 
 def _first_supported(
@@ -137,10 +152,10 @@ def _call_form(model: Model) -> str:
     return renderer.output_format.name
 
 
-def _marker_ids(model: Model) -> Callable[[str], int | None]:
-    """Return the function of the token of a marker; of some models it is no control token."""
+def _marker_ids(model: Model) -> Mapping[str, int]:
+    """Return the tokens of markers; of some models they are no control tokens."""
     added = model.text.tokenizer.get_added_tokens_decoder()
-    return {token.content: token_id for token_id, token in added.items()}.get
+    return {token.content: token_id for token_id, token in added.items()}
 
 
 def _is_distinct(model: Model, answer: Grammar, schema: Mapping[str, Any], name: str) -> bool:

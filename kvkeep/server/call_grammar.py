@@ -1,14 +1,17 @@
 """Grammars of calls of tools, in the forms in which models write them."""
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.chat.messages import Tool
+from kvkeep.chat.rendered_calls import RenderedCall
 from kvkeep.server import argument_grammar as arguments
 from kvkeep.server.grammar import moved_schema
 from kvkeep.server.lark_rules import (
     LarkRules,
+    compact_json,
     either,
     indented_json,
     json_value,
@@ -73,6 +76,22 @@ def call_schema(
 def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
     return call_schema(tools)
+
+
+def write_rendered_call(form: RenderedCall, rules: LarkRules, tools: Sequence[Tool]) -> str:
+    """Return the expression of one call in the bytes in which the chat template writes it."""
+    write_json = spaced_json if form.separators == "spaced" else compact_json
+    end = [rules.template_text(form.after)]
+    if form.end is not None:
+        end += ["/[a-zA-Z0-9]{9}/", rules.template_text(form.end)]
+
+    def write(tool: Tool) -> str:
+        name = json.dumps(tool.name, ensure_ascii=False)[1:-1]
+        beginning = rules.template_text(form.before), literal(name)
+        parts = *beginning, rules.template_text(form.between), write_json(_object_schema(tool))
+        return rules.add(" ".join(filter(None, (*parts, *end))))
+
+    return either(map(write, tools))
 
 
 def _write_hermes(calls: AllowedCalls) -> str:

@@ -4,7 +4,8 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvkeep.server.grammar import close_objects
@@ -19,8 +20,8 @@ _ANY_TEXT = "/(?s:.*)/"
 class LarkRules:
     """The rules of one grammar. Methods return expressions for the bodies of further rules."""
 
-    def __init__(self, marker_ids: Callable[[str], int | None], end_ids: Sequence[int]):
-        """marker_ids: the token of a marker; None if it is plain text. end_ids: the end tokens."""
+    def __init__(self, marker_ids: Mapping[str, int], end_ids: Sequence[int]):
+        """marker_ids: the tokens of markers; others are plain text. end_ids: the end tokens."""
         self._marker_ids, self._end_ids = marker_ids, frozenset(end_ids)
         self._lines: list[str] = []
 
@@ -39,14 +40,21 @@ class LarkRules:
         return "\n".join([f"start: {start}", *self._lines, ""])
 
     def is_token(self, marker: str) -> bool:
-        return self._marker_ids(marker) is not None
+        return marker in self._marker_ids
 
     def marker(self, text: str) -> str:
         """Return a marker; nothing for an end token, which ends the answer anyway."""
-        token = self._marker_ids(text)
+        token = self._marker_ids.get(text)
         if token is None:
             return literal(text)
         return "" if token in self._end_ids else f"<[{token}]>"
+
+    def template_text(self, text: str) -> str:
+        """Return a template's text, in which the texts of markers are these."""
+        names = sorted(self._marker_ids, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, filter(None, names))) or "(?!)"
+        parts = re.split(f"({pattern})", text)
+        return " ".join(self.marker(part) for part in parts if part)
 
     def text_up_to(self, end: str) -> str:
         """Return any text and the first `end` behind it, a marker or a text."""

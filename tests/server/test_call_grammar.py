@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.chat.messages import Tool
+from kvkeep.chat.messages import (
+    Chat,
+    Message,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
 from kvkeep.chat.output_format import FORMATS
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
-from kvkeep.server.answer_grammar import compile_answer_or_calls
+from kvkeep.server.answer_grammar import compile_answer, compile_answer_or_calls
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
+from tests.chat.templates import MISTRAL_NEMO, QWEN25
 from tests.chat.test_families import SIGNS
 from tests.chat.written_answers import FORMS
 from tests.scripted_model import family_model
@@ -257,3 +266,55 @@ def test_parameters_that_are_too_large_together_are_free_and_named(smollm2: Mode
     call = json.dumps({"name": "tool_3", "arguments": {"a": 1}})
     assert accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>")
     assert accepts(smollm2, grammar, ANSWER)
+
+
+LLAMA3 = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n\\n' }}
+    {%- for tool in tools or [] if loop.first %}{{- tool | tojson }}{%- endfor %}
+    {%- if message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}{{- '}' }}
+    {%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}
+{#- <|python_tag|> #}
+"""
+
+
+def forced_model(name: str, folder: Path, smollm2: Model) -> Model:
+    """Return the default model, or one with the template of a family."""
+    if name == "default":
+        return smollm2
+    names = ("INST", "/INST", "TOOL_CALLS", "TOOL_RESULTS", "/TOOL_RESULTS")
+    markers = [f"[{marker}]" for marker in names] if name == "mistral" else []
+    template = {"qwen2.5": QWEN25, "mistral": MISTRAL_NEMO, "llama3": LLAMA3}[name]
+    model = family_model(folder, [*markers, "<|start|>", "<|stop|>", "</s>"])
+    (folder / "chat_template.jinja").write_text(template)
+    return model
+
+
+@pytest.mark.parametrize("name", ["default", "qwen2.5", "mistral", "llama3"])
+def test_a_forced_call_has_the_bytes_that_the_template_writes(
+    name: str, tmp_path: Path, smollm2: Model
+) -> None:
+    model = forced_model(name, tmp_path, smollm2)
+    renderer, tools = model.renderer, (WEATHER, SHELL)
+    question = Message("user", (TextPart("Hi"),))
+    prompt = renderer.render(Chat((question,), tools)).text
+    grammar = compile_answer(model, Chat((question,), tools, ToolChoice("required"))).grammar
+    assert grammar is not None
+    for tool in tools:
+        call = ToolCall("kvkeep007", tool.name, VALUES[tool.name])
+        answer = Message("assistant", (call,))
+        result = Message("tool", (ToolResult(call.id, (TextPart("sunny"),)),))
+        text = str(renderer.render(Chat((question, answer, result), tools)).text)
+        written_call = text.removeprefix(prompt).partition("<|im_end|>")[0]
+        written_call = written_call.partition("<|stop|>")[0].partition("</s>")[0]
+        assert tool.name in written_call
+        assert accepts(model, grammar, written_call)
+        assert not accepts(model, grammar, written_call.replace(": ", ":"))
+        reader = OutputReader(renderer.output_format, tools, lambda: "kvkeep007", forced=True)
+        reader.push([written_call])
+        reader.finish()
+        assert reader.output.message() == answer or name == "mistral"  # its marker is no text

@@ -212,7 +212,7 @@ def test_each_token_has_its_log_probability(
 def test_a_forced_call_that_is_cut_off_is_an_incomplete_call(
     client: openai.OpenAI, stream: bool
 ) -> None:
-    answer = ask(client, stream, tool_choice="required", tools=TOOLS[:1], max_tokens=9)
+    answer = ask(client, stream, tool_choice="required", tools=TOOLS[:1], max_tokens=16)
     assert answer["finish_reason"] == "length"
     assert not answer.get("content")
     (call,) = answer["tool_calls"]
