@@ -177,3 +177,14 @@ def test_the_default_model_reuses_its_own_answers(smollm2: Model, tmp_path: Path
             for call in message.get("tool_calls", ()):
                 history.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
             history.append({"role": "user", "content": "And tomorrow?"})
+
+
+def test_explanations_are_about_the_tokens_of_the_next_turn(scripted: ScriptedServer) -> None:
+    scripted.write(TEXT)
+    with scripted.client() as client:
+        messages = [{"role": "user", "content": "explain: weather?"}]
+        answer = client.post("/v1/chat/completions", json={"messages": messages}).json()
+        messages.append({"role": "assistant", "content": TEXT.strip()})
+        messages.append({"role": "user", "content": "And now?"})
+        report = client.post("/v1/prefix/explain", json={"messages": messages}).json()
+        assert report["reused"] >= answer["usage"]["total_tokens"] - 1

@@ -18,6 +18,7 @@ from kvkeep.chat.output import OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prompt_rules import PromptRule, apply_rules
 from kvkeep.chat.renderer import RenderOptions
+from kvkeep.chat.written import FindWritten
 from kvkeep.engine import (
     Finished,
     GeneratedToken,
@@ -62,17 +63,18 @@ class FeedRequest(SamplingParams):
         notices: Notices,
         generation_prompt: bool,
         rules: Sequence[PromptRule] = (),
+        find_written: FindWritten | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids. generation_prompt: whether messages end where the reply begins.
 
-        rules: change messages before they are rendered.
+        rules: change messages before they are rendered. find_written: see `ChatRenderer.render`.
         """
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
             options = RenderOptions(continue_final=False, generation_prompt=generation_prompt)
             chat, applied = apply_rules(Chat(parse_messages(self.messages)), rules)
-            prompt = model.renderer.render(chat, options)
+            prompt = model.renderer.render(chat, options, find_written)
             notices.warn(*prompt.warnings)
             notices.add_rules(*applied)
             return tuple(prompt.ids)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -175,12 +176,14 @@ class ExplainRequest(FeedRequest, AlignmentFields):
 async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it.
 
-    `messages` are changed by the prompt rules as in chats; `prompt_rules` names those that did.
+    `messages` are changed by the prompt rules, and written back, as in chats; `prompt_rules` names
+    the rules that did.
     With `alignment` "in_place" it names each seam, with the texts that would be removed and
     inserted there, or why the prompt would not be aligned.
     """
     rules = context.service.prompt_rules
-    ids = await to_thread(body.encode, context.service.model, context.notices, True, rules)
+    service, find_written = context.service, partial(context.service.written.find, context.owner)
+    ids = await to_thread(body.encode, service.model, context.notices, True, rules, find_written)
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
     alignment = body.alignment_options(context)
