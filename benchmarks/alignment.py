@@ -206,8 +206,8 @@ def alignment(
         samples = [sample(model, case, facts, seed) for seed in range(prompts)]
         readings += measure(model, case, samples)
         click.echo(table(readings[-len(REREADS) :]))
-    entries = [dataclasses.asdict(reading) for reading in readings]
-    write_json(out, {"machine": dataclasses.asdict(machine), "readings": entries})
+        entries = [dataclasses.asdict(reading) for reading in readings]
+        write_json(out, {"machine": dataclasses.asdict(machine), "readings": entries})
 
 
 if __name__ == "__main__":
