@@ -81,10 +81,10 @@ class Admission:
         try:
             samplings = samplings or [request.sampling]
             require_own_constraints(samplings, self._samplings_in_progress())
-            prompt, max_tokens = request.prompt, request.max_tokens
-            new_tokens = None if max_tokens is None else len(prompt) + max_tokens
+            max_tokens, remaining_prompt = request.max_tokens, request.prompt[reuse.tokens :]
+            num_evaluated = len(remaining_prompt) if plan is None else plan.evaluated
+            new_tokens = None if max_tokens is None else num_evaluated + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
-            remaining_prompt = prompt[reuse.tokens :]
             feeding: Feeding | AlignedFeeding | None = None
             if plan is not None:
                 feeding = AlignedFeeding(record.live.core, plan)

@@ -21,6 +21,8 @@ from kvkeep.session.in_place_edit import LOCAL_WINDOWS, InPlaceEdit
 from kvkeep.session.memory import Memory
 from kvkeep.session.token_diff import common_length
 
+_ALTERNATIVE = 'use mode="exact", or a new session'
+
 
 def plan_for(memory: Memory, target: Sequence[int], reread: int) -> AlignmentPlan:
     """Plan how a memory's text becomes `target` in place.
@@ -31,14 +33,16 @@ def plan_for(memory: Memory, target: Sequence[int], reread: int) -> AlignmentPla
     _require_alignable(memory, len(target))
     local_cache = memory.cache.local_cache
     window = None if local_cache is None else local_cache.window.size
-    return plan_alignment(memory.tokens.array(), target, reread, LOCAL_WINDOWS * (window or 0))
+    plan = plan_alignment(memory.tokens.array(), target, reread, LOCAL_WINDOWS * (window or 0))
+    _require_room(memory, plan.peak_tokens)
+    return plan
 
 
 def _require_alignable(memory: Memory, num_tokens: int) -> None:
     memory.require_no_states(
         "aligned in place", 'use mode="exact", which evaluates all after the last checkpoint'
     )
-    cache, alternative = memory.cache, 'use mode="exact", or a new session'
+    cache, alternative = memory.cache, _ALTERNATIVE
     if any(segment.compressed for segment in cache.segments):
         raise InvalidArgument(f"compressed cells cannot be aligned in place: {alternative}")
     if any(segment.position_map.group > 1 for segment in cache.segments):
@@ -48,11 +52,16 @@ def _require_alignable(memory: Memory, num_tokens: int) -> None:
             f"{len(memory.tokens) - cache.cells} of {len(memory.tokens)} tokens were evicted: what "
             f"is left cannot be aligned in place; {alternative}"
         )
+    _require_room(memory, num_tokens)
+
+
+def _require_room(memory: Memory, num_tokens: int) -> None:
+    """Raise ContextFull if the policy would evict or change some of so many tokens."""
     exact_tokens = memory.policy.exact_tokens
     if num_tokens > exact_tokens:
         raise ContextFull(
             f'policy "{memory.policy.name}" holds {exact_tokens} tokens before any is evicted, '
-            f"compressed or grouped: {num_tokens} cannot be aligned in place; {alternative}"
+            f"compressed or grouped, and alignment in place needs {num_tokens}: {_ALTERNATIVE}"
         )
 
 

@@ -71,6 +71,12 @@ class AlignmentPlan:
         """How many tokens fewer are evaluated than if all behind the common beginning were."""
         return self.moved - self.refilled
 
+    @property
+    def peak_tokens(self) -> int:
+        """The most tokens at any time: after each edit in turn, and before the tail."""
+        growths = (edit.growth for edit in self.edits)
+        return self.tail.start + max(itertools.accumulate(growths, initial=0))
+
 
 @dataclass(frozen=True)
 class AlignmentReport:

@@ -10,8 +10,9 @@ from engine.workload import Request, Result, batch
 from session_state import same, whole_state
 from small_models import local_spec, small_model, state_specs
 
-from kvkeep.engine import Engine
+from kvkeep.engine import Engine, Limits
 from kvkeep.engine.in_place import ALIGNED
+from kvkeep.engine.record import max_session_bytes
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling
 
@@ -174,3 +175,29 @@ def test_a_cancelled_alignment_leaves_the_engine_as_any_cancelled_request():
             assert result.same(alone(Request(prompt, 4)))
         (result,) = in_place(inserted).do(engine)
         assert result.tokens[: len(inserted)] == inserted
+
+
+def test_a_rewrite_that_has_no_room_while_it_is_aligned_is_evaluated_exactly():
+    """Text is inserted before as much is deleted."""
+    long = text(1400)
+    rewritten = (*long[:20], *text(150, 1), *long[20:700], *long[900:])
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(long, 4).do(engine)
+        (result,) = in_place(rewritten).do(engine)
+        assert (result.error, result.reuse.mode) == (None, "exact")
+        (report, *_) = engine.cache_misses().result()
+        assert "needs 1549" in report.not_in_place
+        assert result.same(alone(Request(rewritten, 4)))
+
+
+@pytest.mark.parametrize("mode", ["exact", "in_place"])
+def test_a_prompt_that_is_mostly_held_needs_memory_for_the_rest_alone(mode: Any):
+    settings = {**SETTINGS, "max_kv_size": 4000}
+    memory = int(max_session_bytes(MODEL.session(**settings), 700))
+    options = replace(IN_PLACE, mode=mode)
+    with Engine(MODEL, settings=settings, limits=Limits(memory=memory)) as engine:
+        Request(FIRST, 4).do(engine)
+        (result,) = Request((*FIRST, *text(20, 3)), 4, alignment=options).do(engine)
+        assert result.reuse.tokens >= len(FIRST) - 32
+        (result,) = Request(SECOND, 4, alignment=options).do(engine)
+        assert result.error is None
