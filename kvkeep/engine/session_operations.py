@@ -125,7 +125,8 @@ class SessionOperations:
                 continue
             common = common_prefix_length(prompt[:-1], record.live.tokens)
             removed, memory = len(record.live.tokens) - common, record.live.core.memory
-            is_usable = common and (not removed or removed < memory.num_rewindable)
+            # Of a text that differs early, exact reuse may hold more.
+            is_usable = removed < common and (not removed or removed < memory.num_rewindable)
             if is_usable and (best is None or common > best[0]):
                 best = common, record
         if best is None:
