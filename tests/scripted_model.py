@@ -148,15 +148,20 @@ def family_model(
     return _small_model(folder, tokenizer.token_to_id(TURN_END), tokenizer.get_vocab_size(True))
 
 
-def model_with_text_of(folder: Path, source: Path, end: str = TURN_END) -> Model:
+def model_with_text_of(
+    folder: Path, source: Path, end: str = TURN_END, template: str | None = None
+) -> Model:
     """Return a small random model in a folder, with tokenizer and template of the model in source.
 
-    It takes long prompts, which it prefills in no time. end: the text of its end token.
+    It takes long prompts, which it prefills in no time. end: the text of its end token. template:
+    another template.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if "token" in path.name or "template" in path.name:
             shutil.copy(path, folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
     tokenizer = TextCodec.open(folder).tokenizer
     return _small_model(folder, tokenizer.token_to_id(end), tokenizer.get_vocab_size(True))
 

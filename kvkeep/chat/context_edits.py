@@ -24,6 +24,7 @@ from kvkeep.errors import InvalidArgument
 
 CLEARED = "[result removed]"  # takes the place of a tool result
 _TOOL_USES, _THINKING, _COMPACT = "clear_tool_uses", "clear_thinking", "compact"
+_CLEARED_THINKING = "cleared_thinking_turns"  # how many, in an edit's description
 _DEFAULT_TRIGGERS = {_TOOL_USES: 100_000, _COMPACT: 150_000}  # input tokens, as of the hosted API
 
 
@@ -85,11 +86,16 @@ def apply_edits(
             new_count = count_tokens(edited) if count else num_tokens
             cleared = num_tokens - new_count
             if count and cleared >= max(1, edit.clear_at_least):
-                noun = "cleared_tool_uses" if kind == _TOOL_USES else "cleared_thinking_turns"
+                noun = "cleared_tool_uses" if kind == _TOOL_USES else _CLEARED_THINKING
                 edit_type = edit.type if edit.kind != _COMPACT else _applied_type(kind)
                 applied.append({"type": edit_type, noun: count, "cleared_input_tokens": cleared})
                 chat, num_tokens = edited, new_count
     return chat, applied
+
+
+def clears_thinking(applied: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the edits that `apply_edits` describes cleared thinking."""
+    return any(_CLEARED_THINKING in description for description in applied)
 
 
 def _parse_edit(fields: Mapping[str, Any], edit_type: str, kind: str, where: str) -> ContextEdit:

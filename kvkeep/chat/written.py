@@ -82,10 +82,13 @@ class WrittenAnswers:
             while self.tokens > self._max_tokens:
                 self._pop(next(iter(self._answers)))
 
-    def find(self, owner: str, message: Message) -> list[WrittenAnswer]:
+    def find(
+        self, owner: str, message: Message, *, restore_reasoning: bool = True
+    ) -> list[WrittenAnswer]:
         """Return the answers that say what a message says, the newest first.
 
-        A message without reasoning matches answers with any, since many clients drop it.
+        restore_reasoning: whether a message without reasoning matches answers with any, since many
+        clients drop it.
         """
         digest = _content_digest(message)
         if digest is None:
@@ -95,7 +98,8 @@ class WrittenAnswers:
             if answers:
                 self._answers.move_to_end((owner, digest))
         reasoning = reasoning_digest(message)
-        return [a for a in reversed(answers) if not reasoning or a.reasoning == reasoning]
+        matches_any = restore_reasoning and not reasoning
+        return [a for a in reversed(answers) if matches_any or a.reasoning == reasoning]
 
     def _pop(self, key: tuple[str, bytes]) -> tuple[WrittenAnswer, ...]:
         result = self._answers.pop(key, ())

@@ -145,17 +145,19 @@ async def chat_input(
     context: RequestContext,
     chat: Chat,
     options: RenderOptions = RenderOptions(),  # noqa: B008 (frozen)
+    restore_reasoning: bool = True,
 ) -> ChatInput:
     """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`.
 
     The service's prompt rules change it first. The response's headers name the rules that did, and
     what the template cannot take. Answers that the server generated for the owner are in the tokens
-    that the model sampled.
+    that the model sampled. restore_reasoning: with their reasoning, where the client dropped it.
     """
     chat, rules = apply_rules(chat, context.service.prompt_rules)
     context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
-    find_written = partial(context.service.written.find, context.owner)
+    written = context.service.written
+    find_written = partial(written.find, context.owner, restore_reasoning=restore_reasoning)
     # A long text would block the loop.
     prompt = await to_thread(renderer.render, chat, options, find_written)
     context.notices.warn(*prompt.warnings)

@@ -188,3 +188,39 @@ def test_explanations_are_about_the_tokens_of_the_next_turn(scripted: ScriptedSe
         messages.append({"role": "user", "content": "And now?"})
         report = client.post("/v1/prefix/explain", json={"messages": messages}).json()
         assert report["reused"] >= answer["usage"]["total_tokens"] - 1
+
+
+THINKING_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_thinking_that_a_request_clears_does_not_come_back(smollm2: Model, tmp_path: Path) -> None:
+    """Even where the template would write it."""
+    source = smollm2.text.folder
+    model = model_with_text_of(tmp_path / "model", source, template=THINKING_TEMPLATE)
+    prompts = list[str]()
+
+    def write(prompt: str) -> str:
+        prompts.append(prompt)
+        return f"<think>\nThought {len(prompts)}\n</think>\n\nAnswer {len(prompts)}."
+
+    keep = {"type": "thinking_turns", "value": 1}
+    edits = [{"type": "clear_thinking_20251015", "keep": keep}]
+    with serving(ScriptedEngine(model, write)) as server, server.client() as client:
+        history = list[Any]()
+        for _ in range(3):
+            history.append({"role": "user", "content": "And now?"})
+            body = {"messages": history, "context_management": {"edits": edits}}
+            answer = client.post("/v1/messages", json={**body, "max_tokens": 99}).json()
+            history.append({"role": "assistant", "content": answer["content"]})
+    (edit,) = answer["context_management"]["applied_edits"]
+    assert edit["cleared_thinking_turns"] == 1
+    assert [f"Thought {number}" in prompts[2] for number in (1, 2)] == [False, True]

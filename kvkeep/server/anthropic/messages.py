@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
-from kvkeep.chat.context_edits import apply_edits, parse_edits
+from kvkeep.chat.context_edits import apply_edits, clears_thinking, parse_edits
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
@@ -132,7 +132,8 @@ async def _edited_input(
         chat, applied = await to_thread(apply_edits, chat, edits, count)
     has_field = body.context_management is not None
     field = {"context_management": {"applied_edits": applied}} if has_field else {}
-    return await chat_input(context, chat, options), field
+    restore_reasoning = not clears_thinking(applied)
+    return await chat_input(context, chat, options, restore_reasoning), field
 
 
 class _AnswerReader:
