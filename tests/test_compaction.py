@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_state import same, whole_state
 from small_models import small_model
 
 from kvkeep import InvalidArgument, Model, Session, Snapshot
@@ -78,6 +79,22 @@ def test_a_session_that_is_small_enough_does_not_change() -> None:
     again = session.compact(300)
     assert not again.changed
     assert not watch()
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_an_interrupted_compaction_changes_nothing(count: int) -> None:
+    """Also after some of its steps."""
+    session, calls = agent_session(), list[int]()
+    before = whole_state(session)
+
+    def interrupt(tokens: int) -> None:
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(tokens)
+
+    with pytest.raises(KeyboardInterrupt):
+        session.compact(180, progress=interrupt)
+    assert same(whole_state(session), before)
 
 
 @settings(max_examples=15)

@@ -173,12 +173,13 @@ class SessionOperations:
         """
         record = self._registry.load_idle(name, owner, revision, new_tokens)
         start, length_before = time.perf_counter(), len(record.live.tokens)
-        record.activity = "changing"
+        state_before, record.activity = record.live.core.state, "changing"
         try:
             result = function(record.live)
         finally:
             record.activity = "idle"
-        record.mark_changed("" if kind in _CELL_PRESERVING else kind)
+        is_edited = kind not in _CELL_PRESERVING and record.live.core.state is not state_before
+        record.mark_changed(kind if is_edited else "")
         record.lower_token_counts(length_before)
         added_tokens = len(record.live.tokens) - length_before
         self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)

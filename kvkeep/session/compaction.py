@@ -121,20 +121,22 @@ class CompactionPlan:
 
 
 def compact_session(core: SessionCore, plan: CompactionPlan) -> CompactionReport:
-    """Compact a session by a plan; each step is one transaction. See `Session.compact`."""
-    started = time.perf_counter()
+    """Compact a session by a plan, in one transaction. See `Session.compact`."""
+    started, draft = time.perf_counter(), _draft_of(core)
     report = CompactionReport(plan.target, core.memory.cache.cells, core.memory.cache.cells)
     for step in plan.steps:
-        if core.memory.cache.cells <= plan.target:
+        if draft.memory.cache.cells <= plan.target:
             break
         try:
-            report = _run_step(core, plan, step, report)
+            report = _run_step(draft, plan, step, report)
         except (InvalidArgument, ContextFull) as error:  # this step is impossible here
             report = replace(report, notes=(*report.notes, f"{step} left out: {error}"))
-    cells = core.memory.cache.cells
+    cells = draft.memory.cache.cells
     if cells > plan.target:
         note = f"the target of {plan.target:,} was not reached"
         report = replace(report, notes=(*report.notes, note))
+    if report.changed:
+        core.state = draft.state
     return replace(report, cells_after=cells, seconds=time.perf_counter() - started)
 
 

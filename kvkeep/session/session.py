@@ -340,7 +340,7 @@ class Session(SessionEdits):
             progress: called with numbers of cells as the work goes on.
 
         A step that is impossible is left out, which the report says. Raises InvalidArgument for
-        arguments that are out of range, before anything is changed.
+        arguments that are out of range. Nothing is changed then, or by Ctrl-C.
         """
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self.core.model)

@@ -222,3 +222,15 @@ def test_random_generations_of_the_default_model_equal_the_request_alone(
 ) -> None:
     settings = {"max_kv_size": 400, "prefill_step": 32, "kv_bits": bits}
     require_alike(World(smollm2, settings, 5, tmp_path), 20)
+
+
+def test_an_operation_that_changed_nothing_is_no_edit() -> None:
+    """Such as the compaction of a short session: its cells still serve other prompts."""
+    prompt = tuple(range(1, 201))
+    with Engine(MODEL, settings={"policy": "full", "max_kv_size": 1000}) as engine:
+        engine.create(name="short").result()
+        Request(prompt, 1, session="short").do(engine)
+        engine.change("short", "0", "compact", lambda session: session.compact()).result()
+        assert engine.explain((*prompt[:150], 1)).result().reuse.tokens == 128
+        engine.change("short", "0", "compact", lambda session: session.compact(100)).result()
+        assert engine.explain((*prompt[:150], 1)).result().reuse.tokens == 0
