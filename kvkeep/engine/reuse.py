@@ -119,6 +119,7 @@ class Match:
         step_aligned_tokens = self.record.step_aligned_tokens if self.record else 0
         new_record.step_aligned_tokens = min(step_aligned_tokens, self.reused_tokens)
         new_record.sampled_length = self.reused_tokens if self.resumes_session else 0
+        new_record.droppable_tokens = 0
         if not self.resumes_session and self.nearest_text is not None:
             grid = StepGrid.of(new_record.live)
             new_record.live.branch_at(grid.last_end(self.nearest_text, self.common_tokens))

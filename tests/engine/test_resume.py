@@ -129,6 +129,19 @@ def test_a_named_session_keeps_its_end_token_on_disk_and_after_the_next_prompt(
         assert engine.inspect("a", "0", read_tokens).result() == before[:-1]
 
 
+def test_a_session_that_is_prepared_anew_forgets_the_end_of_its_former_answer() -> None:
+    model, answer = MODELS["full"], answer_of(MODELS["full"])
+    num_kept = next(n for n in range(2, 8) if answer[n] not in answer[:n])
+    other = PROMPT[::-1]
+    with Engine(model, settings=SETTINGS) as engine:
+        engine.create(name="a").result()
+        request = GenerationRequest(PROMPT, 8, end_tokens=(answer[num_kept],))
+        engine.generate(request, "a").text()
+        text = (*other, *generate(engine, other, max_tokens=1).generated)
+        assert engine.prepare((*text, *NEXT), "a").result() == 201
+        assert engine.prepare((*other[:199], *NEXT), "a").result() == 128
+
+
 def test_a_stop_string_that_the_next_prompt_lacks_is_removed(smollm2: Model) -> None:
     codec, options = smollm2.text, {"max_tokens": 24}
     prompt = tuple(codec.encode("Once upon a time, in a small village by the sea, there lived"))
