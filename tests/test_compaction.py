@@ -148,6 +148,17 @@ def test_memory_stays_bounded_over_ten_compactions_and_a_fork_before_is_intact(
     assert (list(fork.tokens), fork.fork().next_token()) == expected
 
 
+def test_many_turns_that_are_long_compressed_take_nothing_from_the_target() -> None:
+    session = MODEL.session(max_kv_size=400, policy="full")
+    for turn in range(1, 121):
+        session.compact(200, keep_recent=1) if session.cache.cells > 250 else None
+        with session.span(f"turn {turn} question"):
+            session.feed(text_of(turn * 100, 8))
+        session.name(f"turn {turn}", len(session.tokens) - 8, len(session.tokens))
+    report = session.compact(100)
+    assert 75 <= report.cells_after <= 100
+
+
 def test_a_compacted_session_continues_the_same_after_a_restart(tmp_path: Path) -> None:
     session = agent_session()
     session.compact(200)

@@ -235,19 +235,22 @@ def _compress_older(core: SessionCore, plan: CompactionPlan) -> CompressionRepor
                 f"{plan.target - room:,} cells"
             )
         recent = max(_MIN_RECENT, recent // 2)
-    compression = _compression_plan(core, plan, recent)
-    users = _user_serials(core, room // 2, total - recent)
+    users, num_messages = _user_serials(core, room // 2, total - recent)
     try:
+        compression = _compression_plan(core, plan, recent, num_messages)
         compacted, report = compress_memory(memory, replace(compression, unchanged=fixed | users))
     except InvalidArgument:  # too many short messages for the room that is left
+        compression = _compression_plan(core, plan, recent)
         compacted, report = compress_memory(memory, replace(compression, unchanged=fixed))
     _limit_distances(compacted, recent)
     core.state = replace(core.state, memory=compacted)
     return report
 
 
-def _compression_plan(core: SessionCore, plan: CompactionPlan, recent: int) -> CompressionPlan:
-    """Return a plan that compresses the older part.
+def _compression_plan(
+    core: SessionCore, plan: CompactionPlan, recent: int, num_messages: int = 0
+) -> CompressionPlan:
+    """Return a plan that compresses the older part, around so many messages that stay exact.
 
     The cells of earlier compactions have their reconstruction scores, and compete with the others
     by them. So what is needed to know the text stays, however old it is.
@@ -258,7 +261,7 @@ def _compression_plan(core: SessionCore, plan: CompactionPlan, recent: int) -> C
     if method == BEST_UNCALIBRATED and keeps_scores:
         method = KVzip.name
     # Each of several compressed runs is rounded up by one cell.
-    target = max(1, plan.target - len(spans_of_kind(core.state.spans, "user")) - _ROUNDING_CELLS)
+    target = max(1, plan.target - num_messages - _ROUNDING_CELLS)
     ratio = memory.cache.cells / target
     budget: Budget | None = "heads" if method == KVzip.name else None
     return CompressionPlan(
@@ -280,9 +283,12 @@ def _unchanged_count(memory: Memory, fixed: Set[int], recent: int) -> int:
     return sum(serial != NO_TOKEN and serial in unchanged for serial in serials)
 
 
-def _user_serials(core: SessionCore, limit: int, recent_start: int) -> frozenset[int]:
-    """Return the serials of the newest of the older messages of users, at most `limit`."""
-    memory, spans = core.memory, core.state.spans
+def _user_serials(core: SessionCore, limit: int, recent_start: int) -> tuple[frozenset[int], int]:
+    """Return the serials of the newest of the older messages of users, and of how many these are.
+
+    limit: the most serials.
+    """
+    memory, spans, num_messages = core.memory, core.state.spans, 0
     held, result = set(memory.cache.serials()), set[int]()
     for name in reversed(spans_of_kind(spans, "user")):
         start, end = spans[name]
@@ -290,7 +296,8 @@ def _user_serials(core: SessionCore, limit: int, recent_start: int) -> frozenset
         if len(result) + len(serials) > limit:
             break
         result |= serials
-    return frozenset(result)
+        num_messages += bool(serials)
+    return frozenset(result), num_messages
 
 
 def _recent_start(core: SessionCore, plan: CompactionPlan) -> int:
