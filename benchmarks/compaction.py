@@ -31,6 +31,7 @@ from kvkeep.storage.files.atomic import write_json
 FACT_COUNT = 20
 FACTS_PER_TURN = 2
 THRESHOLD, TARGET = 0.8, 0.5  # of max_kv_size
+_TURN_TOKENS = 600  # of a turn and the questions at the end, at most
 SYSTEM = "You are an agent. You call tools, read their results, and remember what users say."
 Place = Literal["user", "result"]
 
@@ -142,7 +143,7 @@ def run(
             reports.append(session.compact(TARGET, steps=scenario.steps, keep_results=1))
             if len(reports) == compactions // 2:
                 session = restarted(model, session)
-        if len(reports) >= compactions:
+        if len(reports) >= compactions or (uncompacted.room or 0) < _TURN_TOKENS:
             break
     before = measure_recall(uncompacted, facts)
     after = measure_recall(session, facts)
