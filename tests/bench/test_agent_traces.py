@@ -37,3 +37,12 @@ def test_alignment_in_place_evaluates_little_whatever_changes(model: Model, agen
     assert agent in summary_table(trace)
     for reading in trace[1:]:
         assert reading.evaluated <= reading.new + 60
+
+
+def test_the_default_model_has_the_logits_of_a_cold_evaluation(smollm2: Model) -> None:
+    """Its kernels, that is: a resumed answer, a prompt without reuse, and a part of one."""
+    sizes = Sizes(instructions=400, project=100, file=100, tool=5, turns=4)
+    trace = run_trace(smollm2, "opencode", EXACT, sizes, check=True)
+    assert [reading.resumed for reading in trace] == [False, True, False, False]
+    assert trace[-1].evaluated < 0.2 * trace[-1].prompt
+    assert all(reading.equal for reading in trace)
