@@ -73,12 +73,16 @@ class FeedRequest(SamplingParams):
             raise InvalidArgument("use exactly one of text, tokens and messages")
         if self.messages is not None:
             options = RenderOptions(continue_final=False, generation_prompt=generation_prompt)
-            chat, applied = apply_rules(Chat(parse_messages(self.messages)), rules)
+            chat, applied = apply_rules(self.chat(), rules)
             prompt = model.renderer.render(chat, options, find_written)
             notices.warn(*prompt.warnings)
             notices.add_rules(*applied)
             return tuple(prompt.ids)
         return tuple(self.tokens or model.text.encode(self.text or "", self.special))
+
+    def chat(self) -> Chat:
+        """Return the conversation of `messages`."""
+        return Chat(parse_messages(self.messages))
 
     def name_span(self, session: Session, num_prefilled: int, num_sampled: int) -> None:
         """Give the prefilled tokens, which precede the sampled ones, the name `span`, if any."""

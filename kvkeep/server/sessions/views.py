@@ -13,6 +13,8 @@ from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import RaggedCells
+from kvkeep.chat.messages import Chat
+from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
@@ -169,15 +171,21 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 
 
 class ExplainRequest(FeedRequest, AlignmentFields):
-    """A prompt, and how it may be reused."""
+    """A prompt, and how it may be reused. tools: those that `messages` are sent with."""
+
+    tools: list[dict[str, Any]] | None = None
+
+    def chat(self) -> Chat:
+        """Return the conversation of `messages` with its tools."""
+        return parse_chat({"messages": self.messages, "tools": self.tools})
 
 
 @router.post("/v1/prefix/explain")
 async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it.
 
-    `messages` are changed by the prompt rules, and written back, as in chats; `prompt_rules` names
-    the rules that did.
+    `messages`, with `tools` if there are any, are changed by the prompt rules, and written back, as
+    in chats; `prompt_rules` names the rules that did.
     With `alignment` "in_place" it names each seam, with the texts that would be removed and
     inserted there, or why the prompt would not be aligned.
     """
