@@ -1,8 +1,8 @@
 """Sessions of five coding agents, in the shapes in which the real programs send their prompts.
 
 Each agent is a generator: it yields a request, gets the server's answer, and goes on as the program
-does. Which parts of a prompt a program rewrites is what was seen on the wire (a proxy between the
-released programs and a server); all texts are generated.
+does. The shapes are written by hand, from what is known of the programs' prompts; they are no
+recordings, and all texts are generated.
 
 | Agent | API | What it changes in its prompts |
 |---|---|---|
