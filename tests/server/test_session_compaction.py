@@ -51,6 +51,26 @@ def test_turns_compact_their_session_and_a_fork_of_before_is_intact(
         assert "compact" in [operation["what"] for operation in operations]
 
 
+def test_a_turn_is_refused_if_another_client_changes_the_session_after_its_compaction(
+    full_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = full_server.service.engine
+    change = engine.change
+
+    def change_twice(name: str, owner: str, kind: str, *arguments: Any) -> Any:
+        result = change(name, owner, kind, *arguments)
+        change(name, owner, "rewind", lambda session: session.rewind(1))
+        return result
+
+    with full_server.client() as client:
+        client.post("/v1/sessions", json={"name": "race"})
+        revision = client.post("/v1/sessions/race/feed", json={"text": LONG * 2}).json()["revision"]
+        monkeypatch.setattr(engine, "change", change_twice)
+        turn, headers = {"content": "Why?", "max_tokens": 2}, {"If-Match": f'"{revision}"'}
+        response = client.post("/v1/sessions/race/turns", json=turn, headers=headers)
+        assert response.status_code == 412, response.text
+
+
 def test_a_session_is_compacted_by_request_once(full_server: RunningServer) -> None:
     with full_server.client() as client:
         client.post("/v1/sessions", json={"name": "agent"})

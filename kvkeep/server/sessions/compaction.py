@@ -84,8 +84,8 @@ async def compact_before_turn(
     report = await wrap_future(change)
     if report is not None:
         context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
-    revision = await context.inspect(context.name, lambda record: record.revision)
-    return report, None if context.revision is None else revision
+    # Not the present revision: another client may have changed the session since.
+    return report, None if context.revision is None else context.revision + 1
 
 
 def report_fields(report: CompactionReport) -> dict[str, Any]:
