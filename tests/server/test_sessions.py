@@ -172,6 +172,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/save": ("POST", None),
     "/snapshot": ("POST", {"name": "of-another-revision"}),
     "/resident": ("PUT", {"resident": True}),
+    "/compact": ("POST", {}),
 }
 
 
