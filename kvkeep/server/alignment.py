@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvkeep.engine import Usage
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody
@@ -16,9 +16,11 @@ _Count = Annotated[int | None, Field(ge=0, le=MAX_TOKENS)]
 
 
 class AlignmentParams(RequestBody):
-    """The field `alignment` in full. Parts that are missing are the server's."""
+    """The field `alignment` in full. Counts that are missing are the server's."""
 
-    mode: AlignmentMode = "in_place"
+    model_config = ConfigDict(extra="forbid")  # a misspelt count would be ignored
+
+    mode: AlignmentMode
     min_saved: _Count = None
     reread: _Count = None
 

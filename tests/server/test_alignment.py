@@ -72,7 +72,13 @@ def test_explain_shows_the_texts_at_each_seam(server: RunningServer):
         assert "align" in [each["what"] for each in aligned]
 
 
-@pytest.mark.parametrize("alignment", ["nearly", {"mode": "other"}, {"reread": -1}, 3])
+@pytest.mark.parametrize(
+    "alignment",
+    [
+        *("nearly", 3, {}, {"mode": "other"}, {"mode": "in_place", "reread": -1}),
+        {"mode": "in_place", "min_save": 9},
+    ],
+)
 def test_invalid_alignments_are_refused(server: RunningServer, alignment: Any):
     chat = "/v1/chat/completions"
     with server.client() as client:

@@ -145,3 +145,16 @@ def test_expanded_items_are_the_history_then_what_it_does_not_contain() -> None:
 @pytest.mark.parametrize("content", [None, "", "kvkeep1.", "kvkeep1.AAAA", "kvkeep1.!!!", 5])
 def test_damaged_items_are_not_read(content: Any) -> None:
     assert read_compaction({"type": "compaction", "encrypted_content": content}) is None
+
+
+def test_the_oldest_compacted_sessions_are_dropped(smollm2: Model, tmp_path: Path) -> None:
+    with serving_client(smollm2, tmp_path) as client:
+        items = agent_items(1)
+        client.post("/v1/sessions", json={"name": "cmp_notes"}).raise_for_status()
+        results = [compact(client, input=[*items, *items[:number]]) for number in range(2)]
+        results += [compact(client, input=items) for _ in range(16)]
+        names = [each["name"] for each in client.get("/v1/sessions").json()["data"]]
+        assert len(names) == 1 + 16
+        assert "cmp_notes" in names
+        question = {"role": "user", "content": "What is the gate code?"}
+        assert ask(client, [*results[0]["output"], question])["output"]  # from its text

@@ -5,6 +5,7 @@ request whose input has the item continues in a fork of it. If it is gone, the h
 is evaluated instead.
 """
 
+import re
 import secrets
 import time
 from asyncio import wrap_future
@@ -35,6 +36,8 @@ from kvkeep.session.session import Session
 
 router = APIRouter()
 _TARGET = 0.5  # of max_kv_size
+_MAX_SESSIONS = 16  # compacted ones of an owner; of older ones the items' histories are left
+_HANDLE = re.compile(re.escape(HANDLE_PREFIX) + r"[0-9a-f]{24}")
 _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
 
 
@@ -59,6 +62,7 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
         context.notices.warn(f"compacted as text only: {error}")
         with suppress(KvkeepError):
             await wrap_future(context.engine.delete(handle, context.owner))
+    await _drop_oldest(context)
     item = compaction_item(CompactedHistory(handle, tuple(kept)))
     return {
         "id": f"resp_{secrets.token_hex(12)}",
@@ -73,6 +77,16 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
             "total_tokens": len(whole_ids) + len(kept_ids),
         },
     }
+
+
+async def _drop_oldest(context: RequestContext) -> None:
+    """Delete the owner's oldest compacted sessions: clients compact a conversation repeatedly."""
+    records = await wrap_future(context.engine.sessions(context.owner))
+    compacted = [record for record in records if _HANDLE.fullmatch(record.name)]
+    compacted.sort(key=lambda record: record.created)
+    for record in compacted[:-_MAX_SESSIONS]:
+        with suppress(KvkeepError):  # a busy one is deleted after a later compaction
+            await wrap_future(context.engine.delete(record.name, context.owner))
 
 
 async def prepare_compacted(
