@@ -9,6 +9,7 @@ import httpx
 import pytest
 from server.conftest import RunningServer
 
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.model import Model
 
 PROMPT = "Describe a village by the sea."
@@ -67,9 +68,17 @@ COMPLETIONS = (completion, llamacpp_completion, generation)
 def test_the_defaults_are_the_models(
     server: RunningServer, smollm2: Model, request_text: Callable[..., str]
 ) -> None:
-    """The text is that of a session in Python with the model's default sampling."""
+    """The text is that of a session in Python with the model's default sampling.
+
+    Prompts are evaluated in the steps of a server, which end with messages.
+    """
     session = smollm2.session(2048)
-    session.feed(smollm2.text.chat(MESSAGES) if request_text in CHATS else PROMPT)
+    session.prefill_step = DEFAULT_PREFILL_STEP
+    prompt = smollm2.text.chat(MESSAGES) if request_text in CHATS else PROMPT
+    ids, grid = smollm2.text.encode(prompt), StepGrid.of(session)
+    feeding = session.feeding(ids)
+    while feeding.done < feeding.total:
+        feeding.step(grid.next_end(ids, feeding.done))
     sampling = replace(smollm2.default_sampling, seed=SEED)
     with server.client() as client:
         assert request_text(client, seed=SEED) == "".join(session.stream(LENGTH, sampling))

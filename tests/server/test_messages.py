@@ -207,11 +207,13 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
         "tools": [search],
         "metadata": {"user_id": "a"},
         "context_management": {"edits": []},
+        "container": "c",
     }
     response = httpx.post(f"{server.url}/v1/messages?beta=true", json=body)
     assert response.status_code == 200, response.text
     ignored = response.headers["x-kvkeep-ignored"]
-    assert "context_management" in ignored
+    assert "container" in ignored
+    assert "context_management" not in ignored
     assert "web_search_20250305" in ignored
     assert "metadata" not in ignored
 
