@@ -76,6 +76,7 @@ def main() -> None:
             "grace": 1.0,
             "quiet": False,
             "context_policy": options.context_policy,
+            "compact_at": None,
             "prompt_rules": options.prompt_rules,
         }
         with engine:

@@ -87,7 +87,8 @@ def test_the_defaults_are_the_models(
 @pytest.mark.parametrize("request_text", [*CHATS, *COMPLETIONS, message])
 def test_no_default_is_greedy(server: RunningServer, request_text: Callable[..., str]) -> None:
     with server.client() as client:
-        assert len({request_text(client) for _ in range(3)}) > 1
+        # A text may be empty: one in six ends at once.
+        assert len({request_text(client) for _ in range(8)}) > 1
         assert len({request_text(client, temperature=0) for _ in range(2)}) == 1
 
 
