@@ -178,7 +178,7 @@ class Generation(Iterator[GenerationEvent]):
         self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | AlignedFeeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
-        self._text: Sequence[int] = ()  # the session's tokens with the whole prompt
+        self._text: Sequence[int] = ()  # with the whole prompt, if it is evaluated in whole steps
         self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
         self._end_token: GeneratedToken | None = None
         self._submit_time = time.perf_counter()
@@ -220,7 +220,8 @@ class Generation(Iterator[GenerationEvent]):
         self.phase = "decode" if feeding is None else "prefill"
         tokens = self.record.live.tokens
         self._step_aligned = self.record.step_aligned_tokens == len(tokens)
-        self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
+        if self._step_aligned:
+            self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
         if feeding is None:
             self._prefill_start = self._prefill_end = time.perf_counter()
         if feeding is not None or reuse.tokens:

@@ -25,6 +25,7 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import StepGrid
 from kvkeep.session.session import Session
+from kvkeep.session.token_diff import common_length
 from kvkeep.storage.prefixes.block import (
     BlockStream,
     CheckpointNeed,
@@ -234,9 +235,7 @@ def _match_record(
     """Match a prompt. may_take_over: whether the session itself may hold it, rather than a copy."""
     session = record.live
     # The session's text may be much longer than the prompt.
-    session_ids = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
-    is_different = ids[: len(session_ids)] != session_ids
-    common_tokens = int(is_different.argmax()) if is_different.any() else len(session_ids)
+    common_tokens = common_length(session.tokens.first(len(ids)).array(), ids)
     if common_tokens == 0:
         return Match()
     if reuse_settings(session) != reuse_settings(empty_session):

@@ -13,8 +13,8 @@ from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport, best_match
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
-from kvkeep.session.rendering import common_prefix_length
 from kvkeep.session.session import Session
+from kvkeep.session.token_diff import common_length
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class SessionOperations:
         for record in self._registry.owned_by(owner):
             if record.session is None or record.busy or record.first_edit != _COMPACTED:
                 continue
-            common = common_prefix_length(prompt[:-1], record.live.tokens)
+            common = common_length(record.live.tokens.array(), prompt[:-1])
             removed, memory = len(record.live.tokens) - common, record.live.core.memory
             # Of a text that differs early, exact reuse may hold more.
             is_usable = removed < common and (not removed or removed < memory.num_rewindable)

@@ -12,8 +12,6 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-
 from kvkeep.chat.anthropic_messages import parse_chat
 from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.engine import PinRequest, Usage
@@ -21,6 +19,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.anthropic.request import CountTokensRequest
 from kvkeep.server.chat_input import ChatInput
 from kvkeep.server.service import RequestContext
+from kvkeep.session.token_diff import common_length
 
 _MARK = "cache_control"
 _MAX_MARKS = 4  # of one request; further ones at its beginning are ignored
@@ -121,7 +120,7 @@ def _prefix_length(
             length = len(_render(context, body, _QUESTION, True))
             length -= len(_render(context, body, _QUESTION, False))
         else:
-            length = _common_length(prompt.ids, _render(context, body, fields, False))
+            length = common_length(prompt.ids, _render(context, body, fields, False))
     lengths[key] = length
     while len(lengths) > _MAX_LENGTHS:
         lengths.popitem(last=False)
@@ -140,12 +139,6 @@ def _render(
         return service.model.renderer.render(chat, options, find_written).ids
     except InvalidArgument:  # such as a conversation that ends with a call
         return []
-
-
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    count = min(len(first), len(second))
-    differs = np.asarray(first[:count]) != np.asarray(second[:count])
-    return int(differs.argmax()) if differs.any() else count
 
 
 def _without_marks(value: Any) -> Any:
