@@ -38,7 +38,7 @@ Place = Literal["user", "result"]
 
 @dataclass(frozen=True)
 class Scenario:
-    """Where the facts are, and by which steps the session is compacted."""
+    """A way to drive a session: the messages that hold the facts, and the steps of compaction."""
 
     facts_in: Place
     steps: tuple[CompactionStep, ...] = COMPACTION_STEPS

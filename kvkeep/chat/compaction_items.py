@@ -30,7 +30,7 @@ _EDITS = (
 
 @dataclass(frozen=True)
 class CompactedHistory:
-    """What a compaction item stands for: items, and the name of the session with their cells."""
+    """The history behind a compaction item: its items, and the session that holds their cells."""
 
     handle: str
     items: tuple[dict[str, Any], ...]

@@ -88,9 +88,10 @@ class Feeding(Iterator[FeedStep]):
 
     @computes_in_worker
     def step(self, end: int | None = None) -> FeedStep:
-        """As `next`, with a step that ends after at most `end` tokens of the prompt.
+        """Evaluate the next step, which ends after at most `end` tokens of the prompt.
 
         None for the next multiple of the session's `prefill_step`, from the prompt's first token.
+        Raises as `next`.
         """
         if self._closed or self.done == self.total:
             raise StopIteration

@@ -93,7 +93,7 @@ def test_without_ends_of_messages_the_ends_are_multiples() -> None:
 def test_reuse_up_to_a_message_equals_evaluating_all(
     kind: str, counts: Lengths, others: Lengths, kept: int
 ) -> None:
-    """Of models that need a checkpoint there, which is not thinned out soon."""
+    """Models with local layers or states find a checkpoint there, which is not thinned out soon."""
     model = tiny_model(kind)
     first, second = chat(counts), chat(counts[:kept]) + chat(others, 11)
     result = generate(model, [first, second])
