@@ -11,6 +11,9 @@ are no further from each other than the younger one is from the newest: of 4,000
 that continues differently after token n needs not much more than the tokens after n to be evaluated
 again. A checkpoint at which several texts branch, such as the end of a system prompt, stays. If all
 of them take too many bytes, the distances grow.
+
+Models with states also have one before the tokens with which a sampled answer ends, such as an end
+token (`kvkeep.session.answer_end`).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -32,6 +35,7 @@ DEFAULT_CHECKPOINT_BYTES = 256_000_000
 MAX_CHECKPOINTS = 1024  # of one session, whatever their bytes
 _DENSE = 3  # of the newest, kept whatever their distances
 _MAX_SPARSITY = 2**10  # beyond it, the oldest are dropped
+MAX_ANSWER_ENDS = 2  # where an answer may end: before white space, and before the token after it
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +62,34 @@ class Checkpoints:
 
     max_bytes: the most that they take. Storage shared with the session's own cells counts as
     theirs, since the next token makes it theirs. branch: after how many tokens another text differs
-    from this one, as far as is known; 0 for unknown.
+    from this one, as far as is known; 0 for unknown. answer_ends: after how many tokens the newest
+    answer may end: those checkpoints make way for later ones of this kind.
     """
 
     max_bytes: int = DEFAULT_CHECKPOINT_BYTES
     entries: tuple[Checkpoint, ...] = ()
     branch: int = 0
+    answer_ends: tuple[int, ...] = ()
 
     def added(self, checkpoint: Checkpoint) -> "Checkpoints":
         """Return the list with a newer checkpoint, thinned."""
-        older = [each for each in self.entries if each.num_tokens < checkpoint.num_tokens]
-        checkpoint = replace(checkpoint, branches=checkpoint.num_tokens == self.branch)
-        kept = _thinned([*older, checkpoint], self.max_bytes)
-        return replace(self, entries=tuple(_sharing_storage(kept)))
+        return self._added(checkpoint, ())
+
+    def with_answer_end(self, checkpoint: Checkpoint) -> "Checkpoints":
+        """Return the list with a checkpoint where an answer may end; at most two are kept."""
+        number = checkpoint.num_tokens
+        earlier = [each for each in self.answer_ends if each < number]
+        return self._added(checkpoint, (*earlier[1 - MAX_ANSWER_ENDS :], number))
+
+    def _added(self, checkpoint: Checkpoint, answer_ends: tuple[int, ...]) -> "Checkpoints":
+        """Return the list with a newer checkpoint; of ends of answers with `answer_ends` alone."""
+        dropped = set(self.answer_ends) - set(answer_ends)
+        number, entries = checkpoint.num_tokens, self.entries
+        older = [e for e in entries if e.num_tokens < number and e.num_tokens not in dropped]
+        kept = _thinned(
+            [*older, replace(checkpoint, branches=number == self.branch)], self.max_bytes
+        )
+        return replace(self, entries=tuple(_sharing_storage(kept)), answer_ends=answer_ends)
 
     def limited(self, max_bytes: int) -> "Checkpoints":
         """Return the list with another limit, thinned to it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvkeep.cache.checkpoint import max_checkpoint_count
+from kvkeep.cache.checkpoint import MAX_ANSWER_ENDS, max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
@@ -220,14 +220,14 @@ def _max_checkpoint_bytes(
     """Return the most bytes that a memory's checkpoints take after `new_tokens` more tokens.
 
     num_tokens: in the cache then. Any of the present checkpoints may stay; another one is taken
-    before the new tokens, and one at the end of each step.
+    before the new tokens, one at the end of each step, and some where the answer may end.
     """
     # Of two steps in a row, one may be shorter: see `StepGrid`.
     cache, step = memory.cache, max(1, min(prefill_step // 2, MIN_MESSAGE_STEP))
     count = max_checkpoint_count(num_tokens, step)
     if new_tokens is not None:
         count = min(count, 1 + 2 * new_tokens // step)
-    count += len(memory.checkpoints.entries) + 1
+    count += len(memory.checkpoints.entries) + 1 + MAX_ANSWER_ENDS
     nbytes = sum(state.nbytes for state in cache.recurrent_states.values())
     if (states := memory.decoder.spec.states) is not None:
         nbytes = states.nbytes(cache.layout.dtype)

@@ -244,8 +244,8 @@ def _match_record(
     if record.first_edit or session.core.memory.was_edited_in_place:
         return Match(common_tokens=common_tokens, reason="edited")
     limit = min(common_tokens, len(ids) - 1)  # at least one token is left to evaluate
-    if _can_resume(record, limit, may_take_over):
-        return Match(record, limit, common_tokens, "differs", resumes_session=True)
+    if resumed_tokens := _resumed_tokens(record, limit, may_take_over):
+        return Match(record, resumed_tokens, common_tokens, "differs", resumes_session=True)
     reusable_tokens, reason = _reusable_tokens(record, limit)
     reused_tokens = _end_of_reuse(record, reusable_tokens)
     if not reason and reused_tokens < record.end_of_last_step(reusable_tokens):
@@ -255,18 +255,22 @@ def _match_record(
     return Match(record, reused_tokens, common_tokens, reason or "differs")
 
 
-def _can_resume(record: SessionRecord, length: int, may_take_over: bool) -> bool:
-    """Whether a prompt can continue the answer at a session's end after its first tokens.
+def _resumed_tokens(record: SessionRecord, limit: int, may_take_over: bool) -> int:
+    """Return how many tokens a prompt keeps that continues the answer at a session's end.
 
-    length: of the tokens that are kept. may_take_over: see `_match_record`.
+    0 if it does not. limit: how many of the first tokens they share. may_take_over: see
+    `_match_record`. A model with states keeps as many as the newest checkpoint has.
     """
     memory = record.live.core.memory
     ends_with_answer = record.sampled_length == len(memory.tokens)
-    if record.busy or not ends_with_answer:
-        return False
-    if length < record.sampled_length - record.droppable_tokens:
-        return False
-    return (may_take_over and length == len(memory.tokens)) or memory.holds_beginning(length)
+    min_length = record.sampled_length - record.droppable_tokens
+    if record.busy or not ends_with_answer or limit < min_length:
+        return 0
+    if (may_take_over and limit == len(memory.tokens)) or memory.holds_beginning(limit):
+        return limit
+    checkpoint = memory.usable_checkpoint(limit)
+    length = checkpoint.num_tokens if checkpoint else 0
+    return length if length >= max(1, min_length) and memory.holds_beginning(length) else 0
 
 
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
+from kvkeep.session.answer_end import keep_answer_end
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
 from kvkeep.session.evaluation import StepTransaction
 from kvkeep.session.memory import Memory
@@ -39,6 +40,9 @@ def decode_step(
     """
     with session_transaction(cores) as states:
         tokens = list(map(SessionState.sample, states, logits, samplings))
+        for core, state, token, sampling in zip(cores, states, tokens, samplings, strict=True):
+            end_ids = core.model.end_token_ids
+            keep_answer_end(state.memory, core.model.text, token, end_ids, sampling.stop)
         _append_sampled([state.memory for state in states], tokens, grouped)
     for token, sampling in zip(tokens, samplings, strict=True):
         if sampling.constraint is not None:

@@ -259,8 +259,10 @@ class Memory:
         states = [state for mapping in mappings for state in mapping.values()]
         return list({id(state): state for state in states}.values())
 
-    def take_checkpoint(self) -> None:
+    def take_checkpoint(self, at_answer_end: bool = False) -> None:
         """Copy what later tokens overwrite, if anything, to come back to this token.
+
+        at_answer_end: whether a sampled answer may end here: see `Checkpoints.answer_ends`.
 
         Drops checkpoints that can no longer be used, since tokens have been evicted or compressed.
         """
@@ -269,7 +271,9 @@ class Memory:
         oldest, total = self._oldest_usable(), len(self.tokens)
         self.checkpoints = self.checkpoints.since(oldest)
         if oldest <= total and self.holds_overwritten():
-            self.checkpoints = self.checkpoints.added(self.cache.checkpoint(total))
+            checkpoint, present = self.cache.checkpoint(total), self.checkpoints
+            add = present.with_answer_end if at_answer_end else present.added
+            self.checkpoints = add(checkpoint)
 
     def drop_unusable_checkpoints(self) -> None:
         """Drop checkpoints that evicted or compressed tokens have made useless."""

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from edit_actions import LOCAL_MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_model, state_specs
+from torch import Tensor
 
 from kvkeep import Sampling
 from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
@@ -31,6 +33,21 @@ def generate(engine: Engine, prompt: tuple[int, ...], **request: Any) -> Generat
     generation = engine.generate(GenerationRequest(prompt, **request))
     generation.text()
     return generation
+
+
+class Script:
+    """A constraint that allows one text alone."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.done = tokens, 0
+
+    def masked(self, logits: Tensor) -> Tensor:
+        result = torch.full_like(logits, -torch.inf)
+        result[self.tokens[self.done]] = 0.0
+        return result
+
+    def accept(self, token: int) -> None:
+        self.done += 1
 
 
 def answer_of(model: Model) -> list[int]:
@@ -90,6 +107,61 @@ def test_what_cannot_be_rewound_is_reused_up_to_a_step(
     assert (result.reuse.tokens, result.reuse.resumed) == (reused, False)
     with Engine(model, settings={**SETTINGS, **options}) as engine:
         assert generate(engine, text).generated == result.generated
+
+
+STATES = MODELS["states"]
+ENDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "end token": ("!", ()),  # token 0 of the small models
+    "white space": ("\n\n !", ()),
+    "white space alone": ("\n\n", ()),
+    "stop string": ("\nUser:", ("\nUser:",)),
+    "stop string in a token": (".", (".",)),
+}
+
+
+def scripted(text: str, **sampling: Any) -> dict[str, Any]:
+    """Return fields of a request whose answer is a text."""
+    script = Script(STATES.text.encode(text))
+    return {
+        "max_tokens": len(script.tokens),
+        "sampling": Sampling(constraint=script, **sampling),
+    }
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_model_with_states_goes_on_before_the_end_of_its_answer(end: str) -> None:
+    """The states before the tokens that the client does not send back were kept."""
+    dropped, stop = ENDS[end]
+    answer = "a\nb  c"
+    text = (*PROMPT, *STATES.text.encode(answer), *NEXT)
+    with Engine(STATES, settings=SETTINGS) as engine:
+        generate(engine, PROMPT, **scripted(answer + dropped, stop=stop))
+        resumed = generate(engine, text)
+    assert (resumed.reuse.tokens, resumed.reuse.resumed) == (206, True)
+    with Engine(STATES, settings=SETTINGS) as engine:
+        generate(engine, PROMPT, **scripted(answer))
+        assert generate(engine, text).generated == resumed.generated
+
+
+@pytest.mark.parametrize("white_space", ["\n", "\n "])
+def test_white_space_that_a_client_keeps_is_evaluated_again(white_space: str) -> None:
+    """A run of white space has one checkpoint, before it."""
+    with Engine(STATES, settings=SETTINGS) as engine:
+        generate(engine, PROMPT, **scripted("ab\n \t"))
+        resumed = generate(engine, (*PROMPT, *STATES.text.encode("ab" + white_space), *NEXT))
+    assert (resumed.reuse.tokens, resumed.reuse.resumed) == (202, True)
+
+
+def test_an_answer_leaves_no_checkpoints_for_later_ones() -> None:
+    """Those at its end go when the session goes on."""
+    text, answer = PROMPT, "a\nb\nc"
+    with Engine(STATES, settings=SETTINGS) as engine:
+        for _ in range(5):
+            session = generate(engine, text, **scripted(answer + "\n!")).record.live
+            length = len(text) + len(answer)
+            assert session.checkpoints[-2:] == [length, length + 1]
+            assert len([n for n in session.checkpoints if n % 128]) <= 2 + 5  # one a prompt
+            text = (*text, *STATES.text.encode(answer), *NEXT)
 
 
 @pytest.mark.parametrize("length", [200, 201, 203])
