@@ -1,6 +1,8 @@
 """Each family's logits equal transformers', on checkpoints that transformers wrote."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -569,6 +571,22 @@ class BlindStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return torch.zeros_like(q).flatten(1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3.5"])
+def test_loading_imports_no_compiler_of_torch(tmp_path: Path, family: str) -> None:
+    """torch._dynamo takes 70 MB, and most of a second of each start."""
+    write_checkpoint(tmp_path, family)
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from kvkeep.models.layers.network import tensor_shapes\n"
+        "from kvkeep.models.spec.config import read_spec\n"
+        "tensor_shapes(read_spec(Path(sys.argv[1])))\n"
+        "print({'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

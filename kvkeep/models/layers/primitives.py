@@ -26,7 +26,9 @@ FINAL_NORM = "model.norm.weight"  # in every model, so its dtype and device are 
 # (most rows, multiple): up to so many rows, the row count is rounded up to this multiple.
 _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _LARGEST_MULTIPLE = 128
-_META_TENSOR = torch.empty(0, dtype=torch.float32, device="meta")  # a config may state any size
+# Stands for any weight: without elements, since a config may state any size. Not on "meta": there
+# arithmetic imports torch._dynamo, 70 MB and most of a second.
+_NO_WEIGHT = torch.empty(0, dtype=torch.float32)
 
 
 class WeightMatrix(Protocol):
@@ -141,12 +143,12 @@ class NamedWeights:
 class DeclaredTensors(NamedWeights):
     """Records the shapes that modules state while they are built; has no weights."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {FINAL_NORM: _META_TENSOR})
+    tensors: Mapping[str, Tensor] = field(default_factory=lambda: {FINAL_NORM: _NO_WEIGHT})
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         self.shapes[self.prefix + name] = shape
-        return _META_TENSOR
+        return _NO_WEIGHT
 
 
 def require_finite(x: Tensor) -> Tensor:
