@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal, get_args
 
-from kvkeep import validation
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
-from kvkeep.runtime.worker import computes_in_caller
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import evaluate_all, reevaluate_last
@@ -33,91 +31,6 @@ class EditReport:
     tokens_evaluated: int
     seconds: float
     recompute: Recompute
-
-
-class SessionEdits:
-    """The methods of a `Session` that edit its text."""
-
-    core: SessionCore
-
-    @computes_in_caller
-    def delete(
-        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
-    ) -> EditReport:
-        """Remove tokens `start ... end - 1`, or a named span.
-
-        recompute: "none" leaves later cells as they were computed, so that the edit costs little;
-            "suffix" evaluates everything after it again, which is exact.
-
-        With "none", a range without any cell left is removed from `tokens`, and an empty span from
-        `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
-        span, or some of it is no longer remembered.
-        """
-        core, (first, last) = self.core, self.core.token_range(start, end)
-        if recompute == "none" and first == last:
-            core.set_span(str(start), None)
-            return EditReport(0, 0, 0.0, recompute)
-        if recompute == "none" and core.is_forgotten((first, last)):
-            return _remove_forgotten(core, first, last)
-        return edit_tokens(core, first, last, [], recompute)
-
-    @computes_in_caller
-    def insert(
-        self,
-        at: int,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
-
-        Raises ContextFull if it does not fit.
-        """
-        at = validation.integer("at", at)
-        return edit_tokens(self.core, at, at, self.core.encode(text, special), recompute)
-
-    @computes_in_caller
-    def replace(
-        self,
-        start: int | str,
-        end: int | None,
-        text: str | Sequence[int],
-        recompute: Recompute = "none",
-        special: bool = False,
-    ) -> EditReport:
-        """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
-
-        A pinned or kept range stays pinned or kept. A span that is replaced by its name becomes the
-        range of the new tokens, even if it was empty.
-        """
-        (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
-        span_name = start if isinstance(start, str) else None
-        return edit_tokens(self.core, first, last, ids, recompute, span_name)
-
-    @computes_in_caller
-    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
-        """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
-
-        The first `keep` tokens stay: by default those that the policy keeps, or 4.
-        """
-        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
-        core, memory = self.core, self.core.memory
-        if keep is None:
-            keep = min(core.state.keep, 4) if memory.policy.name == "full" else core.state.keep
-        ids = core.encode(bridge, special=False)
-        max_count = len(memory.tokens) - keep - len(ids) - 1
-        if not 1 <= count <= max_count or keep < 0:
-            raise InvalidArgument(
-                f"make_room takes 1 to {max_count} tokens, with {keep} kept tokens and a bridge of "
-                f"{len(ids)}; found {count}"
-            )
-        end = keep + count + len(ids)
-        if memory.pins & set(memory.serials[keep:end]):
-            raise InvalidArgument(
-                f"make_room would remove tokens {keep} to {end}, some of which are pinned: unpin "
-                "them, or increase keep"
-            )
-        return edit_tokens(core, keep, end, ids, "none")
 
 
 def edit_tokens(
@@ -144,7 +57,7 @@ def edit_tokens(
     return EditReport(cells_moved, num_evaluated, time.perf_counter() - started, recompute)
 
 
-def _remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
+def remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
     """Remove tokens that have no cells."""
     _require_cells_only(core.memory)
     if any(segment.compressed for segment in core.memory.cache.segments):

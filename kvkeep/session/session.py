@@ -1,70 +1,39 @@
 """A session: one model's live memory, fed and asked for tokens."""
 
 import time
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits, KVCache
+from kvkeep.cache import Bits
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.compression.calibration.calibration import Calibration
-from kvkeep.compression.methods import make_method
-from kvkeep.compression.methods.base import Budget
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
-from kvkeep.runtime.memory import trim_memory
-from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
+from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session import decoding
-from kvkeep.session.aligning import align
-from kvkeep.session.alignment import (
-    DEFAULT_MIN_SAVED,
-    DEFAULT_REREAD,
-    AlignmentOptions,
-    AlignmentReport,
-)
-from kvkeep.session.compaction import (
-    COMPACTION_STEPS,
-    PLACEHOLDER,
-    CompactionPlan,
-    CompactionReport,
-    CompactionStep,
-    compact_session,
-)
-from kvkeep.session.compression import (
-    CompressionPlan,
-    CompressionReport,
-    compress_memory,
-    default_method_name,
-)
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
-from kvkeep.session.editing import Recompute, SessionEdits
-from kvkeep.session.evaluation import reevaluate_last
+from kvkeep.session.edits import SessionEdits
 from kvkeep.session.feeding import Feeding, FeedReport
-from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
-from kvkeep.session.memory_use import MemoryUse, memory_use
+from kvkeep.session.reductions import SessionReductions
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.scoring import score_step
 from kvkeep.session.snapshots import restore_state, take_snapshot
-from kvkeep.session.spans import Span, TokenRange, TokenStatus, token_statuses
+from kvkeep.session.views import SessionViews
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
-from kvkeep.types import AlignmentMode
 
 GREEDY = Sampling()
 
 
-class Session(SessionEdits):
+class Session(SessionEdits, SessionReductions, SessionViews):
     """One model's live memory of a text: its policy decides which tokens stay in the cache.
 
     A call that is refused changes nothing. A prompt is evaluated in steps, each committed or rolled
@@ -190,191 +159,11 @@ class Session(SessionEdits):
                 progress(count)
         return torch.cat(scores)
 
-    @computes_in_caller
-    def rewind(self, count: int) -> list[int]:
-        """Remove and return the last `count` tokens.
-
-        The token before them is evaluated again, as a prompt's, over the cells still held. Evicted
-        cells do not come back: the window is shorter until it fills again. All tokens can always be
-        removed. Raises InvalidArgument otherwise if the token before them is no longer held.
-        """
-        with session_transaction([self.core]) as (state,):
-            count, memory = validation.integer("count", count), state.memory
-            if count == len(memory.tokens) > memory.num_rewindable:
-                removed = memory.clear()
-            else:
-                memory.require_rewind(count)
-                removed, last_ids, pinned = memory.rewind(count)
-                reevaluate_last(memory, last_ids, pinned)
-            state.truncate_spans(len(memory.tokens))
-        return removed
-
-    @computes_in_caller
-    def align(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        mode: AlignmentMode = "in_place",
-        min_saved: int = DEFAULT_MIN_SAVED,
-        reread: int = DEFAULT_REREAD,
-        special: bool = False,
-    ) -> AlignmentReport:
-        """Make a prompt the session's whole text, reusing the cells that it has of it.
-
-        Where the prompt and the text differ, tokens are deleted, inserted and replaced. With mode
-        "in_place" the cells of later equal tokens stay as they were computed, after another text:
-        this is cheap, and not exact. "exact" evaluates everything after the first difference again,
-        and so does "in_place" where it would save fewer than `min_saved` tokens.
-
-        reread: how many tokens after each edit in place are evaluated again: more cost more, and
-            come closer to an exact evaluation.
-        special: see `feed`.
-
-        Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
-        sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
-        changed then, or by Ctrl-C.
-        """
-        options = AlignmentOptions(mode, min_saved, reread)
-        ids = self.core.encode(prompt, special)
-        if not ids:
-            raise InvalidArgument("the prompt is empty: expected at least one token")
-        return align(self.core, ids, options)
-
-    @computes_in_worker
-    def take_back(self, count: int) -> None:
-        """Remove the last `count` tokens without evaluating any, as speculative decoding does.
-
-        There are no logits until more is fed. Raises InvalidArgument if earlier ones were evicted.
-        """
-        with session_transaction([self.core]) as (state,):
-            state.memory.take_back(validation.integer("count", count, 0))
-            state.truncate_spans(len(state.memory.tokens))
-
     @computes_in_worker
     def draw_anew(self) -> None:
         """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
-
-    # Compressing
-
-    @computes_in_caller
-    def compress(
-        self,
-        ratio: float = 2.0,
-        method: str | None = None,
-        recent: int | None = None,
-        seed: int = 0,
-        calibration: Calibration | None = None,
-        progress: Callable[[int], None] | None = None,
-        budget: Budget | None = None,
-    ) -> CompressionReport:
-        """Compress the cells once, to `ratio` times fewer; each KV head keeps its own.
-
-        The first four, the newest `recent` and pinned tokens stay as they are. Tokens that the
-        method keeps, merges or evicts can no longer be edited or named. For policy "full" only:
-        "archive" compresses as it goes.
-
-        Args:
-            recent: None for 64 if the budget is "uniform". If it is "heads", None for half of the
-                remaining cells up to ratio 4, 2 / ratio of them above, and 32 at least.
-            method: see `kvkeep.compression.methods`. None: "kvzap" if the calibration has a
-                surrogate, otherwise "kvzip", which has the model repeat the text in about the time
-                of a prefill; "fitted" if some cells were compressed before.
-            seed: for method "random".
-            calibration: statistics of the model, for methods that need them.
-            progress: called after each chunk with the number of cells that were in it.
-            budget: "uniform": each 512 cells become that many fewer in every layer and KV head;
-                "heads": the cells with the highest scores stay, in whichever head they are. None:
-                the method's default, except that "kvzip" evicts only verbatim repeats if these are
-                enough.
-
-        Raises InvalidArgument if that is impossible, before anything is changed.
-        """
-        ratio = validation.finite_number("ratio", ratio)
-        seed = validation.integer("seed", seed, 0)
-        progress = validation.progress(progress)
-        core = self.core
-        if calibration is not None:
-            validation.instance("calibration", calibration, Calibration).require(core.model)
-        statistics = calibration.statistics if calibration else None
-        method = default_method_name(core.memory, statistics) if method is None else method
-        recent = validation.optional_integer("recent", recent)
-        plan = CompressionPlan(
-            make_method(method), ratio, budget, core.model.text, recent, seed, statistics, progress
-        )
-        memory, report = compress_memory(core.memory, plan)
-        core.state = replace(core.state, memory=memory)
-        trim_memory()
-        return report
-
-    @computes_in_caller
-    def compact(
-        self,
-        target: float = 0.5,
-        keep_recent: int = 2,
-        keep_results: int = 3,
-        placeholder: str = PLACEHOLDER,
-        steps: Sequence[CompactionStep] = COMPACTION_STEPS,
-        recompute: Recompute = "none",
-        calibration: Calibration | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> CompactionReport:
-        """Bring the session to `target` cells or fewer, by deleting and compressing what is old.
-
-        Three steps, until the target is reached: the oldest tool results are replaced by a
-        placeholder; the oldest reasoning is deleted; what is older than the newest turns is
-        compressed, what users said last (policy "full" only). Pinned tokens, the system prompt
-        and the newest turns stay exact. A session that is small enough does not change. Spans'
-        names say what lies where: see `kvkeep.session.message_spans`.
-
-        Args:
-            target: a number of cells, or a part of `max_kv_size` such as 0.5.
-            keep_recent: how many of the newest turns stay, as far as they take no more than half
-                of the target.
-            keep_results: how many of the newest tool results stay.
-            placeholder: the text that takes the place of a tool result.
-            steps: which of "results", "reasoning" and "compress" are allowed, in this order.
-            recompute: of the first two steps, as of `delete`. Models with states need "suffix".
-            calibration: as of `compress`.
-            progress: called with numbers of cells as the work goes on.
-
-        A step that is impossible is left out, which the report says. Raises InvalidArgument for
-        arguments that are out of range. Nothing is changed then, or by Ctrl-C.
-        """
-        if calibration is not None:
-            validation.instance("calibration", calibration, Calibration).require(self.core.model)
-        plan = CompactionPlan.checked(
-            target,
-            self.max_kv_size,
-            keep_recent=keep_recent,
-            keep_results=keep_results,
-            placeholder=placeholder,
-            steps=tuple(steps),
-            recompute=recompute,
-            calibration=calibration,
-            progress=validation.progress(progress),
-        )
-        report = compact_session(self.core, plan)
-        trim_memory()
-        return report
-
-    def compact_before(
-        self,
-        new_tokens: int,
-        threshold: float,
-        calibration: Calibration | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> CompactionReport | None:
-        """Compact the session if `new_tokens` more would exceed a part of `max_kv_size`.
-
-        The target is half of `max_kv_size`, or less for a long text. Returns None if there is room.
-        """
-        limit = int(validation.finite_number("threshold", threshold) * self.max_kv_size)
-        if self.cache.cells + new_tokens <= limit:
-            return None
-        target = max(1, min(self.max_kv_size // 2, limit - new_tokens))
-        return self.compact(target, calibration=calibration, progress=progress)
 
     # Names and pins
 
@@ -404,12 +193,6 @@ class Session(SessionEdits):
         """Name a range of existing tokens; a name in use moves to it."""
         token_range = self.core.token_range(start, end)
         self.core.set_span(validation.text("name", name), token_range)
-
-    def remembered(self, start: int | str, end: int | None = None) -> int:
-        """Return how many tokens of a range or a named span are still held."""
-        start_index, end_index = self.core.token_range(start, end)
-        held = set(self.cache.serials())
-        return sum(serial in held for serial in self.core.memory.serials[start_index:end_index])
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Exempt a range or a named span from eviction until it is unpinned.
@@ -495,11 +278,6 @@ class Session(SessionEdits):
         session.core.state = state
         return session
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether each token is held, in a cell of its own; in local layers those of a window."""
-        return self.core.memory.holds_all
-
     # State and settings
 
     @property
@@ -528,11 +306,6 @@ class Session(SessionEdits):
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.limited(size)
 
-    @property
-    def checkpoints(self) -> list[int]:
-        """After how many tokens it has a checkpoint, in increasing order."""
-        return [each.num_tokens for each in self.core.memory.checkpoints.entries]
-
     def branch_at(self, num_tokens: int) -> None:
         """Keep a checkpoint after `num_tokens` tokens, at which another text differs from this one.
 
@@ -542,21 +315,6 @@ class Session(SessionEdits):
             return
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.branched(num_tokens)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its cells, states and checkpoints in memory, idle storage included."""
-        return self.core.memory.nbytes
-
-    @property
-    def memory_use(self) -> MemoryUse:
-        """The bytes of its parts in memory, and how many tokens a rewind would evaluate again."""
-        return memory_use(self.core.memory)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the last stream ended; see `stream`."""
-        return self.core.finish_reason
 
     @property
     def keep(self) -> int:
@@ -593,94 +351,3 @@ class Session(SessionEdits):
             )
         with session_transaction([self.core]) as (state,):
             state.memory.change_policy(discard=validation.integer("discard", discard))
-
-    def __repr__(self) -> str:
-        spans, pins = len(self.core.state.spans), len(self.core.memory.pins)
-        details = (f", {spans} spans" if spans else "") + (f", {pins} pinned" if pins else "")
-        return (
-            f"<{type(self).__name__} of {self.core.model.name}: {self.policy}, "
-            f"{self.cache.cells:,} of {self.max_kv_size:,} cells "
-            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{details}>"
-        )
-
-    @property
-    def cache(self) -> KVCache:
-        """The present cache; each call that changes the session replaces it."""
-        return self.core.memory.cache
-
-    @property
-    def tokens(self) -> History:
-        """All token ids so far, evicted ones included: immutable, and equal to a list of them."""
-        return self.core.memory.tokens
-
-    @property
-    @computes_in_worker
-    def logits(self) -> Tensor | None:
-        """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
-        logits = self.core.memory.logits()
-        return None if logits is None else logits.clone()
-
-    @property
-    def policy(self) -> str:
-        return self.core.memory.policy.name
-
-    @property
-    def max_kv_size(self) -> int:
-        return self.core.memory.policy.max_kv_size
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of its policy, the budget included."""
-        return self.core.memory.policy.settings()
-
-    @property
-    def bits(self) -> Bits:
-        """The number of bits in which cells are stored."""
-        return self.core.memory.bits
-
-    @property
-    def room(self) -> int | None:
-        """The count of tokens that still fit; None for no limit."""
-        return self.core.memory.policy.room(self.cache)
-
-    def text(self) -> str:
-        """Return all tokens as text, special tokens included."""
-        return self.core.model.text.decode(self.tokens)
-
-    @property
-    def spans(self) -> dict[str, Span]:
-        """Named spans, where they are now, and how much of each is still remembered."""
-        held, serials = set(self.cache.serials()), self.core.memory.serials
-        return {
-            name: Span(name, start, end, sum(serial in held for serial in serials[start:end]))
-            for name, (start, end) in self.core.state.spans.items()
-        }
-
-    @property
-    def span_ranges(self) -> Mapping[str, TokenRange]:
-        """The range of each span: its first token, and the one after its last. Cheap."""
-        return MappingProxyType(self.core.state.spans)
-
-    def watch(self) -> Callable[[], bool]:
-        """Return a function that tells whether the session has changed since this call."""
-        state_at_call = weakref.ref(self.core.state)
-        return lambda: state_at_call() is not self.core.state
-
-    @property
-    def token_status(self) -> list[TokenStatus]:
-        """The status of each token, in order; see `TokenStatus`."""
-        return token_statuses(self.core.memory)
-
-    @property
-    def places(self) -> Mapping[str, TokenRange]:
-        """Deprecated: use `span_ranges`."""
-        message = "Session.places is deprecated: use Session.span_ranges"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.span_ranges
-
-    @property
-    def standing(self) -> list[TokenStatus]:
-        """Deprecated: use `token_status`."""
-        message = "Session.standing is deprecated: use Session.token_status"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.token_status

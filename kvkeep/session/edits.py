@@ -1,0 +1,163 @@
+"""The methods of a session that edit its text: delete, insert, replace, align and rewind."""
+
+from collections.abc import Sequence
+
+from kvkeep import validation
+from kvkeep.errors import InvalidArgument
+from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
+from kvkeep.session.aligning import align
+from kvkeep.session.alignment import (
+    DEFAULT_MIN_SAVED,
+    DEFAULT_REREAD,
+    AlignmentOptions,
+    AlignmentReport,
+)
+from kvkeep.session.core import SessionCore, session_transaction
+from kvkeep.session.editing import EditReport, Recompute, edit_tokens, remove_forgotten
+from kvkeep.session.evaluation import reevaluate_last
+from kvkeep.types import AlignmentMode
+
+
+class SessionEdits:
+    """The methods of a `Session` that edit its text."""
+
+    core: SessionCore
+
+    @computes_in_caller
+    def delete(
+        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+    ) -> EditReport:
+        """Remove tokens `start ... end - 1`, or a named span.
+
+        recompute: "none" leaves later cells as they were computed, so that the edit costs little;
+            "suffix" evaluates everything after it again, which is exact.
+
+        With "none", a range without any cell left is removed from `tokens`, and an empty span from
+        `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
+        span, or some of it is no longer remembered.
+        """
+        core, (first, last) = self.core, self.core.token_range(start, end)
+        if recompute == "none" and first == last:
+            core.set_span(str(start), None)
+            return EditReport(0, 0, 0.0, recompute)
+        if recompute == "none" and core.is_forgotten((first, last)):
+            return remove_forgotten(core, first, last)
+        return edit_tokens(core, first, last, [], recompute)
+
+    @computes_in_caller
+    def insert(
+        self,
+        at: int,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
+
+        Raises ContextFull if it does not fit.
+        """
+        at = validation.integer("at", at)
+        return edit_tokens(self.core, at, at, self.core.encode(text, special), recompute)
+
+    @computes_in_caller
+    def replace(
+        self,
+        start: int | str,
+        end: int | None,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
+
+        A pinned or kept range stays pinned or kept. A span that is replaced by its name becomes the
+        range of the new tokens, even if it was empty.
+        """
+        (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
+        span_name = start if isinstance(start, str) else None
+        return edit_tokens(self.core, first, last, ids, recompute, span_name)
+
+    @computes_in_caller
+    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
+        """Remove old tokens so that `count` more fit, and insert `bridge` in their place.
+
+        The first `keep` tokens stay: by default those that the policy keeps, or 4.
+        """
+        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
+        core, memory = self.core, self.core.memory
+        if keep is None:
+            keep = min(core.state.keep, 4) if memory.policy.name == "full" else core.state.keep
+        ids = core.encode(bridge, special=False)
+        max_count = len(memory.tokens) - keep - len(ids) - 1
+        if not 1 <= count <= max_count or keep < 0:
+            raise InvalidArgument(
+                f"make_room takes 1 to {max_count} tokens, with {keep} kept tokens and a bridge of "
+                f"{len(ids)}; found {count}"
+            )
+        end = keep + count + len(ids)
+        if memory.pins & set(memory.serials[keep:end]):
+            raise InvalidArgument(
+                f"make_room would remove tokens {keep} to {end}, some of which are pinned: unpin "
+                "them, or increase keep"
+            )
+        return edit_tokens(core, keep, end, ids, "none")
+
+    @computes_in_caller
+    def rewind(self, count: int) -> list[int]:
+        """Remove and return the last `count` tokens.
+
+        The token before them is evaluated again, as a prompt's, over the cells still held. Evicted
+        cells do not come back: the window is shorter until it fills again. All tokens can always be
+        removed. Raises InvalidArgument otherwise if the token before them is no longer held.
+        """
+        with session_transaction([self.core]) as (state,):
+            count, memory = validation.integer("count", count), state.memory
+            if count == len(memory.tokens) > memory.num_rewindable:
+                removed = memory.clear()
+            else:
+                memory.require_rewind(count)
+                removed, last_ids, pinned = memory.rewind(count)
+                reevaluate_last(memory, last_ids, pinned)
+            state.truncate_spans(len(memory.tokens))
+        return removed
+
+    @computes_in_caller
+    def align(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        mode: AlignmentMode = "in_place",
+        min_saved: int = DEFAULT_MIN_SAVED,
+        reread: int = DEFAULT_REREAD,
+        special: bool = False,
+    ) -> AlignmentReport:
+        """Make a prompt the session's whole text, reusing the cells that it has of it.
+
+        Where the prompt and the text differ, tokens are deleted, inserted and replaced. With mode
+        "in_place" the cells of later equal tokens stay as they were computed, after another text:
+        this is cheap, and not exact. "exact" evaluates everything after the first difference again,
+        and so does "in_place" where it would save fewer than `min_saved` tokens.
+
+        reread: how many tokens after each edit in place are evaluated again: more cost more, and
+            come closer to an exact evaluation.
+        special: see `feed`.
+
+        Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
+        sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
+        changed then, or by Ctrl-C.
+        """
+        options = AlignmentOptions(mode, min_saved, reread)
+        ids = self.core.encode(prompt, special)
+        if not ids:
+            raise InvalidArgument("the prompt is empty: expected at least one token")
+        return align(self.core, ids, options)
+
+    @computes_in_worker
+    def take_back(self, count: int) -> None:
+        """Remove the last `count` tokens without evaluating any, as speculative decoding does.
+
+        There are no logits until more is fed. Raises InvalidArgument if earlier ones were evicted.
+        """
+        with session_transaction([self.core]) as (state,):
+            state.memory.take_back(validation.integer("count", count, 0))
+            state.truncate_spans(len(state.memory.tokens))
