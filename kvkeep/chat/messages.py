@@ -139,6 +139,14 @@ class Chat:
         names = self.choice.names
         return tuple(tool for tool in self.tools if names is None or tool.name in names)
 
+    @property
+    def described_tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt describes: all, so that another choice changes no prompt.
+
+        Only a model that may choose among some of them is told of these alone.
+        """
+        return self.callable_tools if self.choice.mode == "auto" else self.tools
+
 
 def content_text(content: Iterable[TextPart | MediaPart]) -> str:
     """Return the joined texts, with placeholders for other content."""

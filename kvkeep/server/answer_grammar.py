@@ -18,6 +18,7 @@ from kvkeep.server.call_grammar import (
 )
 from kvkeep.server.grammar import ANY_OBJECT, Grammar, compile_grammar
 from kvkeep.server.lark_rules import LarkRules, compact_json, json_value
+from kvkeep.server.no_calls import CallsForbidden
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.session.sampling import Constraint
 
@@ -28,11 +29,13 @@ class AnswerGrammar:
 
     schema_calls: with a schema, the tools whose calls may be bare JSON; see `OutputReader`.
     has_header: whether the grammar includes the header of the answer's channel, if any.
+    forbids_calls: whether no call may begin although the prompt describes tools.
     """
 
     grammar: Grammar | None = None
     schema_calls: frozenset[str] | None = None
     has_header: bool = False
+    forbids_calls: bool = False
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -46,15 +49,22 @@ class AnswerGrammar:
 
         reasoning_budget: the most tokens of reasoning; None for any number.
         """
-        return reasoning_constraint(
+        output_format = model.renderer.output_format
+        answer: Constraint | None = self.grammar and self.grammar.copy()
+        if self.forbids_calls and output_format.channels:
+            answer = CallsForbidden(model.text, output_format, None)  # in the channel of texts
+        constraint = reasoning_constraint(
             model.text,
-            model.renderer.output_format,
+            output_format,
             prompt.starts_in_reasoning,
             reasoning_budget,
-            self.grammar and self.grammar.copy(),
+            answer,
             model.end_token_ids,
             self.has_header,
         )
+        if self.forbids_calls and not output_format.channels:
+            return CallsForbidden(model.text, output_format, constraint)
+        return constraint
 
 
 def compile_answer(
@@ -68,6 +78,8 @@ def compile_answer(
     tools = chat.callable_tools
     if chat.choice.mode == "required":
         return AnswerGrammar(_compile_forced_call(model, tools, gbnf))
+    if schema is None and not gbnf and not tools:
+        return AnswerGrammar(forbids_calls=bool(chat.tools))
     if schema is None or gbnf or not tools:
         no_calls = None if schema is None else frozenset[str]()
         return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls)

@@ -1,0 +1,111 @@
+"""With `tool_choice` "none" the prompt stays the same, and no call begins."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.chat.call_syntax import TAGGED
+from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.model import Model
+from kvkeep.server.no_calls import CallsForbidden
+from tests.server.conftest import RunningServer
+
+TAG = "<tool_call>"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "The weather.", "parameters": PARAMETERS}
+QUESTION = [{"role": "user", "content": "What is the weather in Cologne? " * 20}]
+OPENAI: dict[str, Any] = {
+    "messages": QUESTION,
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "max_tokens": 2,
+}
+RESPONSE: dict[str, Any] = {
+    "input": QUESTION,
+    "tools": [{"type": "function", **FUNCTION}],
+    "max_output_tokens": 2,
+    "store": False,
+}
+MESSAGE: dict[str, Any] = {
+    "messages": QUESTION,
+    "tools": [{"name": "weather", "description": "The weather.", "input_schema": PARAMETERS}],
+    "max_tokens": 2,
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def prompt_and_reused(server: RunningServer, path: str, body: Any, choice: Any) -> tuple[int, int]:
+    with server.client() as client:
+        response = client.post(path, json={**body, "tool_choice": choice})
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    if details is not None:
+        return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
+    return usage["input_tokens"] + usage["cache_read_input_tokens"], usage[
+        "cache_read_input_tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "auto", "others"),
+    [
+        ("/v1/chat/completions", OPENAI, "auto", ["none", "required", NAMED]),
+        ("/v1/responses", RESPONSE, "auto", ["none", "required"]),
+        ("/v1/messages", MESSAGE, {"type": "auto"}, [{"type": "none"}, {"type": "any"}]),
+    ],
+)
+def test_another_choice_of_tools_has_the_same_prompt(
+    server: RunningServer, path: str, body: Any, auto: Any, others: list[Any]
+) -> None:
+    length, _ = prompt_and_reused(server, path, body, auto)
+    assert length > 200
+    for choice in others:
+        again, reused = prompt_and_reused(server, path, body, choice)
+        assert again == length
+        assert reused >= length - 128
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[str]:
+    """Return a tag, perhaps in a text, in pieces."""
+    text = draw(st.sampled_from(["", "a ", "<", "<tool_", "x<tool_call"])) + TAG
+    places = sorted(draw(st.sets(st.integers(1, len(text) - 1))))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@given(pieces=splits())
+def test_a_tag_is_not_written_in_whatever_tokens(smollm2: Model, pieces: list[str]) -> None:
+    """All tokens but the one that completes the tag are allowed."""
+    codec = smollm2.text
+    ids = [token for piece in pieces for token in codec.encode(piece)]
+    constraint = CallsForbidden(codec, format_by_name("hermes"), None)
+    logits, text = torch.zeros(smollm2.spec.vocab_size), ""
+    for token in ids:
+        text += codec.token_bytes(token).decode()
+        allowed = bool(constraint.masked(logits)[token] == 0)
+        assert allowed == (TAG not in text)
+        if not allowed:
+            return
+        constraint.accept(token)
+    raise AssertionError("the tag was written")
+
+
+def test_a_marker_that_is_a_control_token_is_not_sampled(smollm2: Model) -> None:
+    """The constraint within holds as well, and no logits are modified."""
+    codec = smollm2.text
+    marker = codec.encode("<|im_start|>", special=True)[0]
+    form = replace(TAGGED, opener="<|im_start|>")
+    output_format = OutputFormat("x", calls=(form,), control_markers=frozenset(["<|im_start|>"]))
+    within = CallsForbidden(codec, format_by_name("hermes"), None)
+    constraint = CallsForbidden(codec, output_format, within)
+    logits = torch.zeros(smollm2.spec.vocab_size)
+    for token in codec.encode("<tool_call"):
+        constraint.accept(token)
+    masked = constraint.masked(logits)
+    assert masked[[marker, codec.encode(">")[0]]].isneginf().all()
+    assert logits.eq(0).all()
+    assert not constraint.complete
