@@ -121,43 +121,90 @@ class KVCache:
 
         sampled: whether the one token was sampled by the model itself; see `Step`.
         """
-        step = self._open_step(count)
+        step = self._open_step(count, sampled)
+        yield step
+        self._take_cells(step)
+        self._take_results(step)
+
+    @contextmanager
+    def row_steps(self, count: int, sampled: bool = False) -> Iterator[list[DecodeStep]]:
+        """Open steps of the next `count` tokens, one of each, for one forward (`GroupStep`).
+
+        The result is that of as many calls of `step`, one after another: each token sees the cells
+        of those before it. Only the compiled kernels compute such a forward. Cells count as
+        committed when the context begins; after an exception the cache must not be used, as in
+        `step`.
+
+        count: at most `row_capacity`; the last segment is open for as many.
+        """
+        overwritten = self.segments[-1].prepare_slots(count)
+        local, local_overwritten = self.local_cache, None
+        if local is not None:
+            local_overwritten = local._open_local_window().prepare_slots(count)
+        steps = list[DecodeStep]()
+        for index in range(count):
+            step = self._open_step(1, sampled)
+            for each, cells in ((step, overwritten), (step.local_step, local_overwritten)):
+                if isinstance(each, DecodeStep):
+                    each.follows, each.overwritten = index > 0, cells
+            assert isinstance(step, DecodeStep)
+            step.keeps_states = index == count - 1
+            steps.append(step)
+            self._take_cells(step)
+        yield steps
+        for step in steps:
+            self._take_results(step)
+
+    @property
+    def row_capacity(self) -> int:
+        """The most tokens that `row_steps` takes: as many as have slots of their own."""
+        local_window = None if self.local_cache is None else self.local_cache.window.capacity
+        limit = self.segments[-1].limit
+        return limit if local_window is None else min(limit, local_window)
+
+    def _open_step(self, count: int, sampled: bool) -> DecodeStep | ChunkStep:
+        step = self._new_step(count)
         step.sampled, step.recurrent_states = sampled, self.recurrent_states
         step.placements = self.placements
         if self.observer is not None:
             layout = self.layout
             shape = (layout.layers, count, self.attention.heads, layout.head_dim)
             step.queries = torch.empty(shape, dtype=layout.dtype, device=layout.device)
-        if self.local_cache is not None:
-            step.local_step = self.local_cache._open_local_step(self, count)
-        yield step
-        self._finish_step(step, count)
-        if self.local_cache is not None and step.local_step is not None:
-            self.local_cache._finish_step(step.local_step, count)
+        if (local := self.local_cache) is not None:
+            local.time, local.serial = self.time, self.serial
+            local._open_local_window()
+            step.local_step = local._new_step(count)
+        return step
 
-    def _open_step(self, count: int) -> DecodeStep | ChunkStep:
+    def _new_step(self, count: int) -> DecodeStep | ChunkStep:
         step_class = DecodeStep if count == 1 else ChunkStep
         times = range(self.time, self.time + count)
         return step_class(self.segments, self.window, times, self.attention)
 
-    def _open_local_step(self, parent: "KVCache", count: int) -> DecodeStep | ChunkStep:
-        """Open a step of the local layers. parent: the cache of the global ones, with the clock."""
+    def _open_local_window(self) -> Segment:
+        """Return the last segment of the cache of local layers, ready for the next cells."""
         assert self.window.capacity is not None
-        self.time, self.serial = parent.time, parent.serial
         newest = self.open_window(self.window.capacity)
         newest.grows_lazily = len(self.segments) > 1
-        return self._open_step(count)
+        return newest
 
-    def _finish_step(self, step: Step, count: int) -> None:
+    def _take_cells(self, step: Step) -> None:
+        """Count the cells of a step, of local layers too, and evict what they exceed."""
         step.commit(self.serial)
-        if self.observer is not None and step.queries is not None:
-            self.observer.add(self.time, step.queries)
-        self.recurrent_states = step.recurrent_states
-        self.time += count
-        self.serial += count
-        for segment in self.segments:
-            segment.arriving_count = 0
+        self.time += step.count
+        self.serial += step.count
+        for segment in self.segments:  # cells arrive as their originals are evicted
+            arriving = segment.arriving_count - step.evicted_counts[-1]
+            segment.arriving_count = max(0, arriving)
         self.drop_empty_segments()
+        if self.local_cache is not None and step.local_step is not None:
+            self.local_cache._take_cells(step.local_step)
+
+    def _take_results(self, step: Step) -> None:
+        """Take the queries and the states that a step's forward has computed."""
+        if self.observer is not None and step.queries is not None:
+            self.observer.add(step.times.start, step.queries)
+        self.recurrent_states = step.recurrent_states
 
     def drop_empty_segments(self) -> None:
         self.segments = [segment for segment in self.segments if segment.length]

@@ -1,6 +1,7 @@
-"""A decode step of several caches in one forward: one token of each.
+"""A decode step of several caches in one forward: one token of each, or some tokens of one cache.
 
-The rows of the forward are independent sequences. Each cache prepares what its own token sees.
+The rows of the forward are independent sequences, but for tokens of one cache (`KVCache.row_steps`,
+computed by the compiled kernels only). Each cache prepares what its own token sees.
 Storage that several of them see, such as the prompt that forks share, is read once for all: their
 queries are the rows of one attention call.
 """
@@ -57,9 +58,9 @@ def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
 
 @dataclass(frozen=True)
 class GroupStep:
-    """A step of several caches at once: the i-th token of the forward goes to the i-th cache.
+    """A step of several tokens at once: the i-th token of the forward goes to the i-th step's cache.
 
-    steps: the caches' own, which they commit or discard.
+    steps: the caches' own, which they commit or discard. Those of one cache follow one another.
     """
 
     steps: Sequence[DecodeStep]

@@ -170,6 +170,19 @@ class Segment:
         self._prepare_write(ranges)
         return int(ranges[0].start)
 
+    def prepare_slots(self, count: int) -> Cells | None:
+        """Make the slots for `count` more cells ready to be written one by one.
+
+        Until these are written, no call of `next_slot` copies any cell. Returns a copy of what the
+        slots hold, in their order, if they are those of live cells, as in a full ring; or None.
+        """
+        self.reserve(self.length + count)
+        ranges = self.slot_ranges(self.length, count)
+        self._prepare_write(ranges)
+        if self.length + count <= self.capacity:
+            return None
+        return Cells.concatenate([self.block.slots.part(slots) for slots in ranges])
+
     def occupy(self, slot: int, position: int, serial: int) -> None:
         """Count a cell that was written into `next_slot()` as the newest."""
         # This runs for each token, and NumPy takes a fraction of the time that torch does.

@@ -202,9 +202,19 @@ class DecodeStep(Step):
     slot: of the newest segment.
     slot_tensors: the key and value in that slot, both `[layers, kv_heads, head_dim]`.
     overwrites_oldest: whether the slot is that of the oldest cell, as in a full ring.
+
+    Of several steps of one cache in one forward (`KVCache.row_steps`):
+
+    follows: whether the step before in the forward is of the token before, in the same cache.
+    keeps_states: whether `recurrent_states` after this token are wanted, though others follow.
+    overwritten: what the slots of all these steps held before, in their order, `[layers, kv_heads,
+        steps, head_dim]`; None if they held no cells. Earlier tokens still see these cells.
     """
 
     _written_count = 1
+    follows = False
+    keeps_states = True
+    overwritten: Cells | None = None
 
     def __init__(
         self, segments: Sequence[Segment], window: Window, times: range, attention: AttentionConfig

@@ -154,6 +154,15 @@ class CSequence(_KernelStructure):
         ("position", c_int64),
         ("key value", CStoredCells),
         ("queries", c_void_p),
+        ("follows reserved", c_int32),
+    )
+
+
+class COverwrittenCells(_KernelStructure):
+    _fields_ = _fields(
+        ("keys values", CStoredCells),
+        ("slots first_rows", POINTER(c_int32)),
+        ("count reserved", c_int32),
     )
 
 
@@ -164,6 +173,7 @@ class CSharedView(_KernelStructure):
         ("bias cell_bias", c_void_p),
         ("cell_bias_layer cell_bias_head", c_ssize_t),
         ("ragged", c_void_p),
+        ("overwritten", POINTER(COverwrittenCells)),
     )
 
 
@@ -225,7 +235,7 @@ class CSimilarity(_KernelStructure):
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
-_INTERFACE_REVISION = 13  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 14  # `kRevision` in src/decode.h
 _STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 

@@ -133,13 +133,17 @@ class ModelOperands:
                     return source[tensor_name]
         raise KernelMismatch(f"the compiled kernels need {name}, which is missing")
 
-    def describe_matrix(self, name: str, sampled: bool) -> c.CMatrix:
-        """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch."""
+    def describe_matrix(self, name: str, sampled: bool, rounded: bool = False) -> c.CMatrix:
+        """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch.
+
+        sampled: see `weight`. rounded: as if each weight had been rounded to bfloat16, as the
+        library's products read them; routers are not rounded.
+        """
         shape = self.shapes.get(EMBEDDING if name == LM_HEAD and self._tied_head else name)
         if shape is None:
             return c.CMatrix()
         bias = self.address_of(name.removesuffix("weight") + "bias")
-        round_weights = not sampled and not is_router(name)
+        round_weights = rounded and not is_router(name)
         return matrix_operand(name, self.weight(name, sampled), shape, bias, round_weights)
 
     def address_of(self, name: str) -> int | None:

@@ -68,6 +68,8 @@ class ProductExecutor:
     Raises KernelMismatch for weights that `spec` does not describe: the kernels check nothing.
     """
 
+    row_limit = 0
+
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
     ):
@@ -118,7 +120,7 @@ class ProductExecutor:
     def _packed_linear(self, name: str) -> PackedLinear:
         bias = self.operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self.operands.weight(name, sampled=False)
-        matrix = self.operands.describe_matrix(name, sampled=False)
+        matrix = self.operands.describe_matrix(name, sampled=False, rounded=True)
         return PackedLinear(self.kernels, matrix, bias, weight, self._product_dtype)
 
     def matrix_bytes(self) -> dict[str, int]:

@@ -147,10 +147,15 @@ class DecodedStates:
         self.described = (c.CLayerStates * (len(layers.layers) * len(steps)))()
         described = iter(self.described)
         for named_states in _states_by_layer(layers):
-            for step, new_states in zip(steps, self._new_states, strict=True):
-                pair = next(described)
+            for index, step in enumerate(steps):
+                pair, new_states = next(described), self._new_states[index]
+                old_states, replaced = step.recurrent_states, dict[str, Tensor]()
+                if step.follows:  # states after the token before, which may not be needed later
+                    old_states = self._new_states[index - 1]
+                    replaced = {} if steps[index - 1].keeps_states else old_states
                 for state in named_states:
-                    new_states[state.name] = state.describe(step.recurrent_states, pair)
+                    new = replaced.get(state.name)
+                    new_states[state.name] = state.describe(old_states, pair, new)
 
     def finish(self) -> None:
         """Replace the steps' states by the new ones."""
@@ -210,11 +215,20 @@ class _NamedState(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def describe(self, old_states: Mapping[str, Tensor], states: c.CLayerStates) -> Tensor:
-        """Describe a sequence's old state, if it has one, and its new one, which is returned."""
+    def describe(
+        self,
+        old_states: Mapping[str, Tensor],
+        states: c.CLayerStates,
+        new: Tensor | None = None,
+    ) -> Tensor:
+        """Describe a sequence's old state, if it has one, and its new one, which is returned.
+
+        new: the memory of the new one, which may be that of the old one; None for other memory.
+        """
         if (old := old_states.get(self.name)) is not None:
             setattr(states, self.field, address(old, "a state", self.dtype, self.shape))
-        new = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        if new is None:
+            new = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         setattr(states, f"new_{self.field}", new.data_ptr())
         return new
 

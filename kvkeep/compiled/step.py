@@ -1,5 +1,6 @@
 """Describes decode steps to the compiled kernels, as structures that point to their tensors."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def describe_step(
     states: DecodedStates | None = None,
     seconds: Any = None,
 ) -> tuple[c.CDecodeStep, list[list[SharedView]]]:
-    """Describe a decode step of one token for each of several sequences.
+    """Describe a decode step of several tokens: of several sequences, or some tokens of one.
 
     steps: one for each token. shapes: one for each of the model's layer groups. model_groups: for
     each of the kernels' groups, the index of the model's group whose cells it reads. hidden:
@@ -86,7 +87,9 @@ def _describe_group(
         len(views),
         len(sequence_views),
         (c.CSequence * len(steps))(*sequences),
-        (c.CSharedView * len(views))(*(_describe_shared_view(view, shape) for view in views)),
+        (c.CSharedView * len(views))(
+            *(_describe_shared_view(view, steps, shape) for view in views)
+        ),
         (c.CSequenceView * len(sequence_views))(*sequence_views),
     )
 
@@ -104,16 +107,22 @@ def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSe
         None
         if step.queries is None
         else address(step.queries, "queries", torch.bfloat16, (layers, 1, heads, head_dim)),
+        step.follows,
+        0,
     )
 
 
-def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
+def _describe_shared_view(
+    view: SharedView, steps: Sequence[DecodeStep], shape: GroupShape
+) -> c.CSharedView:
     layers, kv_heads, _, head_dim = shape
     cells, readers = view.slots, len(view.readers)  # a reader is one sequence's use of the view
     if isinstance(cells, RaggedCells):
         keys, values, cell_biases, offsets = ragged_cells(cells, layers, kv_heads, head_dim)
         count = cells.max_count
-        return c.CSharedView(keys, values, 0, count, readers, 0, None, cell_biases, 0, 0, offsets)
+        return c.CSharedView(
+            keys, values, 0, count, readers, 0, None, cell_biases, 0, 0, offsets, None
+        )
     bias, cell_bias, slots = view.bias, cells.bias, len(cells)
     first, end = view.slot_range.start, view.slot_range.stop
     if not 0 <= first < end <= slots:
@@ -130,4 +139,34 @@ def _describe_shared_view(view: SharedView, shape: GroupShape) -> c.CSharedView:
         None if cell_bias is None else cell_bias_address(cell_bias, slots_shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
         None,
+        _describe_overwritten(view, steps, shape),
+    )
+
+
+def _describe_overwritten(
+    view: SharedView, steps: Sequence[DecodeStep], shape: GroupShape
+) -> Any:  # a pointer, which ctypes cannot name
+    """Describe the cells of a full ring that the steps of its cache overwrite; None if none are."""
+    # Steps of one cache follow one another, so their rows in the view ascend.
+    own_steps = [steps[reader.cache_index] for reader in view.readers]
+    rows = [
+        row
+        for row, (step, reader) in enumerate(zip(own_steps, view.readers, strict=True))
+        if step.overwritten is not None and reader.view.slots is step.newest_segment.block.slots
+    ]
+    if not rows:
+        return None
+    layers, kv_heads, _, head_dim = shape
+    cells, count = own_steps[rows[0]].overwritten, len(rows)
+    assert cells is not None
+    cells_shape, numbers = (layers, kv_heads, count, head_dim), ctypes.c_int32 * count
+    return ctypes.pointer(
+        c.COverwrittenCells(
+            stored_cells(cells.stored_keys, cells_shape),
+            stored_cells(cells.stored_values, cells_shape),
+            numbers(*(own_steps[row].slot for row in rows)),
+            numbers(*rows),
+            count,
+            0,
+        )
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.segment import MIN_GROWTH
-from kvkeep.cache.step import DecodeStep
+from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
@@ -46,8 +46,8 @@ class StepTransaction:
     All of it under `torch.inference_mode()`. If that raises, the memories must be discarded, so
     they are successors or forks.
 
-    step: a step of n tokens of one memory, or a GroupStep of one token of each.
-    tokens: `[n]` int64 on the cache's device: of one memory, or one of each.
+    step: a step of n tokens of one memory, or a GroupStep of one or some tokens of each.
+    tokens: `[n]` int64 on the cache's device, those of each memory one after another.
     """
 
     step: AnyStep
@@ -62,14 +62,18 @@ class StepTransaction:
         """Open a step of each memory's cache, which its policy has just opened for these tokens.
 
         chunks: the token ids for each memory. sampled: whether the model itself has chosen them.
-        grouped: whether `step` is a GroupStep, for one token of each of any number of memories.
+        grouped: whether `step` is a GroupStep, for one token of each of any number of memories; or
+            for several, if the decoder evaluates them as rows.
         """
         self._memories, self._chunks = memories, chunks
         self._cache_steps = ExitStack()
-        steps = [
-            self._cache_steps.enter_context(memory.cache.step(len(chunk), sampled))
-            for memory, chunk in zip(memories, chunks, strict=True)
-        ]
+        steps = list[DecodeStep | ChunkStep]()
+        for memory, chunk in zip(memories, chunks, strict=True):
+            cache, count = memory.cache, len(chunk)
+            if grouped and count > 1:
+                steps += self._cache_steps.enter_context(cache.row_steps(count, sampled))
+            else:
+                steps.append(self._cache_steps.enter_context(cache.step(count, sampled)))
         decode_steps = [step for step in steps if isinstance(step, DecodeStep)]
         self.step = GroupStep(decode_steps) if grouped else steps[0]
         ids = [token for chunk in chunks for token in chunk]
@@ -161,12 +165,19 @@ def evaluate_chunk(
 
     is_last: whether to compute the last token's logits at once. sampled: see `evaluate_step`.
     """
-    cells_before = memory.cache.cells
-    with StepTransaction([memory], [chunk], sampled) as transaction:
-        hidden, logits = _forward(memory.decoder, transaction.tokens, transaction.step, is_last)
-    peak_cells = cells_before + len(chunk) if len(chunk) > 1 else memory.cache.cells
-    (compressions,) = transaction.append(hidden, logits)
-    return StepResult(hidden, peak_cells, compressions)
+    cells_before, count = memory.cache.cells, len(chunk)
+    as_rows = 1 < count <= memory.decoder.executor.row_limit
+    row_capacity = memory.cache.row_capacity if as_rows else count
+    parts, compressions = list[Tensor](), list[Compression]()
+    for first in range(0, count, row_capacity):
+        ids = chunk[first : first + row_capacity]
+        with StepTransaction([memory], [ids], sampled, grouped=as_rows) as transaction:
+            last = is_last and first + len(ids) == count
+            hidden, logits = _forward(memory.decoder, transaction.tokens, transaction.step, last)
+        parts.append(hidden)
+        compressions += transaction.append(hidden, logits)[0]
+    peak_cells = cells_before + count if count > 1 else memory.cache.cells
+    return StepResult(parts[0] if len(parts) == 1 else torch.cat(parts), peak_cells, compressions)
 
 
 def _forward(
@@ -254,6 +265,10 @@ def evaluate_into_segment(
         step_ids = ids[first : first + step_size]
         with torch.inference_mode():
             tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
-            with cache.step(len(tokens)) as step:
-                _forward(decoder, tokens, step)
+            if 1 < len(tokens) <= min(decoder.executor.row_limit, cache.row_capacity):
+                with cache.row_steps(len(tokens)) as steps:
+                    _forward(decoder, tokens, GroupStep(steps))
+            else:
+                with cache.step(len(tokens)) as step:
+                    _forward(decoder, tokens, step)
         yield len(step_ids)

@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace kvkeep {
 namespace {
@@ -200,6 +201,19 @@ void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Ha
 }
 
 template <int kDim>
+void replace_cell(const HeadCells& key, const HeadCells& value, int cell, PackedBlock<kDim>& to) {
+  Bf16 scratch[2][kDim];
+  const Bf16Cells<kDim> k(key, 0, 1, Hadamard::kKept, scratch[0]),
+      v(value, 0, 1, Hadamard::kKept, scratch[1]);
+  for (int d = 0; d < kDim; d += 2)
+    std::memcpy(&to.keys[d / 2][cell], k.cells + d, sizeof to.keys[0][0]);
+  // A pair of cells lies side by side for each dimension.
+  auto* values = reinterpret_cast<char*>(to.values[cell / 2]) + cell % 2 * sizeof(Bf16);
+  for (int d = 0; d < kDim; ++d)
+    std::memcpy(values + d * sizeof to.values[0][0], v.cells + d, sizeof(Bf16));
+}
+
+template <int kDim>
 void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows, int count,
             const Prefetch& next) {
   // Each pass over the block prefetches a part of the next block.
@@ -227,6 +241,8 @@ void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow*
 #define KVKEEP_FOR(kDim)                                                                   \
   template void pack<kDim>(const HeadCells&, const HeadCells&, int, int, Hadamard,         \
                            PackedBlock<kDim>&);                                            \
+  template void replace_cell<kDim>(const HeadCells&, const HeadCells&, int,                \
+                                   PackedBlock<kDim>&);                                    \
   template void attend<kDim>(const PackedBlock<kDim>&, const ScoreParams&, QueryRow*, int, \
                              const Prefetch&);
 KVKEEP_FOR(32)

@@ -57,6 +57,10 @@ template <int kDim>
 void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Hadamard params,
           PackedBlock<kDim>& to);
 
+// Replace one cell of a packed block by the first of these cells.
+template <int kDim>
+void replace_cell(const HeadCells& key, const HeadCells& value, int cell, PackedBlock<kDim>& to);
+
 // Cells of the next block, to be prefetched piece by piece during attention: long contexts are
 // bound by memory, which this keeps busy.
 struct Prefetch {

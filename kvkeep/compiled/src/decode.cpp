@@ -39,7 +39,8 @@ class DecodeForward {
         per_layer_(model, step.sequence_count) {
     int mixed = 0, widest = 0;  // mixed: the inputs of output projections
     if (model.states) {
-      states_ = std::make_unique<StateForward>(*model.states, step.sequence_count, 1, step.threads);
+      states_ = std::make_unique<StateForward>(*model.states, step.sequence_count, 1, step.threads,
+                                               first_rows_of_texts(step));
       mixed = model.states->output_width();
     }
     for (int g = 0; g < model.group_count; ++g) {
@@ -78,6 +79,15 @@ class DecodeForward {
   static bool has_parallel_experts(const Model& model) {
     const MixtureOfExperts* mixture = model.layer_count ? model.layers[0].experts : nullptr;
     return mixture && mixture->parallel;
+  }
+
+  // The first row of each text of a step, and the number of rows.
+  static std::vector<int> first_rows_of_texts(const DecodeStep& step) {
+    std::vector<int> rows;
+    for (int i = 0; i < step.sequence_count; ++i)
+      if (!i || !step.groups[0].sequences[i].follows) rows.push_back(i);
+    rows.push_back(step.sequence_count);
+    return rows;
   }
 
   void work(int me) {

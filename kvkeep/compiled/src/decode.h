@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 13;
+constexpr int kRevision = 14;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed
@@ -118,14 +118,26 @@ struct Model {
   Matrix head;       // [vocab, hidden]
 };
 
-// One sequence of a step in one group of layers. key, value: where its new cell goes, of the first
-// layer and KV head.
+// One token of a step in one group of layers, and the sequence that it is the next token of. key,
+// value: where its new cell goes, of the first layer and KV head.
 struct Sequence {
   std::int32_t token;
   std::int32_t view_count;  // how many of the step's views are this sequence's, in order
   std::int64_t position;    // of its new cell
   StoredCells key, value;
   Bf16* queries;  // out: [layers, heads, head_dim], unrotated; or null
+  // Not 0: this token follows the one before it in the step, in the same text.
+  std::int32_t follows, reserved;
+};
+
+// Cells of a full ring whose slots the new cells of a step's tokens take, as they were before.
+// Tokens of the same text that come earlier in the step still see them.
+struct OverwrittenCells {
+  StoredCells keys, values;   // [layers, kv_heads, count]
+  const std::int32_t* slots;  // [count], of the shared view
+  // [count], ascending: the first of the shared view's rows that sees the new cell in this slot.
+  const std::int32_t* first_rows;
+  std::int32_t count, reserved;
 };
 
 // Stored cells that one or several sequences attend to, read once for all of them. first, cells:
@@ -140,6 +152,7 @@ struct SharedView {
   const float* cell_bias;   // of the first slot, layer and KV head; or null
   std::ptrdiff_t cell_bias_layer, cell_bias_head;  // strides
   RaggedOffsets ragged;                            // by layers and KV heads
+  const OverwrittenCells* overwritten;             // or null
 };
 
 // One sequence's use of a SharedView, from a position of its own. The views of a sequence follow

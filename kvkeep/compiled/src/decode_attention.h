@@ -125,7 +125,25 @@ class DecodeAttention {
         next_block = {keys.advanced(next).plain_data(), values.advanced(next).plain_data(),
                       keys.plain_stride(), values.plain_stride(),
                       std::clamp(last_cell - next, 0, kBlockCells)};
-      attend<kDim>(block, params_, rows.data(), static_cast<int>(rows.size()), next_block);
+      if (!any_overwritten(shared, slot, end)) {
+        attend<kDim>(block, params_, rows.data(), static_cast<int>(rows.size()), next_block);
+        continue;
+      }
+      // From the last row to the first, each of which sees some more cells as they were before.
+      const OverwrittenCells& old = *shared.overwritten;
+      const HeadCells old_keys(old.keys, layer, unit.head);
+      const HeadCells old_values(old.values, layer, unit.head);
+      int left = old.count;
+      for (int row = shared.view_count - 1; row >= 0; --row) {
+        for (; left && old.first_rows[left - 1] > row; --left) {
+          const int cell = old.slots[left - 1] - slot;
+          if (from <= cell && cell < to)
+            replace_cell<kDim>(old_keys.advanced(left - 1), old_values.advanced(left - 1), cell,
+                               block);
+        }
+        attend<kDim>(block, params_, rows.data() + row * groups_, groups_,
+                     row ? Prefetch{} : next_block);
+      }
     }
   }
 
@@ -180,6 +198,14 @@ class DecodeAttention {
   struct WorkUnit {
     int shared_view, chunk, head;
   };
+
+  // Whether a view has overwritten cells in the block that begins with `slot`, before slot `end`.
+  static bool any_overwritten(const SharedView& shared, int slot, int end) {
+    const OverwrittenCells* old = shared.overwritten;
+    return old && std::any_of(old->slots, old->slots + old->count, [&](int x) {
+             return slot <= x && x < std::min(slot + kBlockCells, end);
+           });
+  }
 
   // The number of chunks of one layer and KV head.
   int chunks(int shared, int layer, int head) const {

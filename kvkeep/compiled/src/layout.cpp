@@ -41,9 +41,11 @@
     F(groups) F(embedding) F(head))                                                               \
   X(Strides, F(layer) F(head) F(cell))                                                            \
   X(StoredCells, F(data) F(scale) F(strides) F(scale_strides) F(bits) F(reserved))                \
-  X(Sequence, F(token) F(view_count) F(position) F(key) F(value) F(queries))                      \
+  X(Sequence, F(token) F(view_count) F(position) F(key) F(value) F(queries) F(follows)            \
+    F(reserved))                                                                                  \
+  X(OverwrittenCells, F(keys) F(values) F(slots) F(first_rows) F(count) F(reserved))              \
   X(SharedView, F(keys) F(values) F(first) F(cells) F(view_count) F(origin) F(bias) F(cell_bias)  \
-    F(cell_bias_layer) F(cell_bias_head) F(ragged))                                               \
+    F(cell_bias_layer) F(cell_bias_head) F(ragged) F(overwritten))                                \
   X(SequenceView, F(position) F(shared_view) F(row))                                              \
   X(GroupViews, F(shared_view_count) F(view_count) F(sequences) F(shared_views) F(views))         \
   X(DecodeStep, F(sequence_count) F(threads) F(groups) F(states) F(hidden) F(seconds))            \

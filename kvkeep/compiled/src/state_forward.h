@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cmath>
+#include <numeric>
+#include <utility>
+#include <vector>
 
 #include "activation_rows.h"
 #include "normalise.h"
@@ -14,9 +17,12 @@ namespace kvkeep {
 
 class StateForward {
  public:
-  StateForward(const StateShape& shape, int sequences, int tokens, int threads)
+  // first_sequences: the first of each run of sequences whose states are one after another, those
+  // of one text, and the number of sequences. Empty where all are independent.
+  StateForward(const StateShape& shape, int sequences, int tokens, int threads,
+               std::vector<int> first_sequences = {})
       : shape_(shape),
-        sequences_(sequences),
+        first_sequences_(std::move(first_sequences)),
         tokens_(tokens),
         rows_(sequences * tokens),
         padded_heads_(padded(shape.value_heads)),
@@ -27,7 +33,11 @@ class StateForward {
         decays_(std::size_t(rows_) * padded_heads_),
         rates_(std::size_t(rows_) * padded_heads_),
         scratch_size_(shape.key_dim * (2 * tokens + 2 * kLanes)),
-        scratch_(std::size_t(threads) * scratch_size_) {}
+        scratch_(std::size_t(threads) * scratch_size_) {
+    if (!first_sequences_.empty()) return;
+    first_sequences_.resize(sequences + 1);
+    std::iota(first_sequences_.begin(), first_sequences_.end(), 0);
+  }
 
   // Multiply rows of one token by a layer's input matrices, with all threads.
   void project(int me, ThreadTeam& team, const StateLayer& layer, const ActivationRows& input) {
@@ -66,24 +76,26 @@ class StateForward {
   void mix(int me, ThreadTeam& team, const StateLayer& layer, const LayerStates* states, To* out,
            std::ptrdiff_t stride) {
     const int blocks = shape_.channels / kLanes;
+    const int texts = static_cast<int>(first_sequences_.size()) - 1;
     const int rate_units = shape_.kind == kShortConvolution ? 0 : rows_;
-    team.run_shared_then_wait(me, sequences_ * blocks + rate_units, 8, [&](int n) {
-      const int i = n / blocks, channel = n % blocks * kLanes;
-      if (i >= sequences_)
-        compute_rates(layer, n - sequences_ * blocks);
-      else if (shape_.kind == kShortConvolution)
-        convolve_gated(layer, states[i], i, channel, out, stride);
-      else
-        convolve_activated(layer, states[i], i, channel);
+    team.run_shared_then_wait(me, texts * blocks + rate_units, 8, [&](int n) {
+      const int text = n / blocks, channel = n % blocks * kLanes;
+      if (text >= texts) return compute_rates(layer, n - texts * blocks);
+      for (int i = first_sequences_[text]; i < first_sequences_[text + 1]; ++i)
+        if (shape_.kind == kShortConvolution)
+          convolve_gated(layer, states[i], i, channel, out, stride);
+        else
+          convolve_activated(layer, states[i], i, channel);
     });
     if (shape_.kind == kShortConvolution) return;
     const int heads = shape_.value_heads;
-    team.run_shared_then_wait(me, sequences_ * heads, 1, [&](int n) {
-      const int i = n / heads, head = n % heads;
-      if (shape_.kind == kDeltaNet)
-        apply_delta_rule(me, layer, states[i], i, head, out, stride);
-      else
-        scan(me, layer, states[i], i, head);
+    team.run_shared_then_wait(me, texts * heads, 1, [&](int n) {
+      const int text = n / heads, head = n % heads;
+      for (int i = first_sequences_[text]; i < first_sequences_[text + 1]; ++i)
+        if (shape_.kind == kDeltaNet)
+          apply_delta_rule(me, layer, states[i], i, head, out, stride);
+        else
+          scan(me, layer, states[i], i, head);
     });
     if (shape_.kind != kMamba2) return;
     team.run_shared_then_wait(me, rows_ * shape_.key_heads, 1, [&](int n) {
@@ -295,7 +307,8 @@ class StateForward {
   }
 
   const StateShape& shape_;
-  const int sequences_, tokens_, rows_, padded_heads_;
+  std::vector<int> first_sequences_;
+  const int tokens_, rows_, padded_heads_;
   const Offsets offsets_;
   Buffer<float> projected_;
   Buffer<Bf16> inputs_;           // of the convolution: [sequences, window tokens, channels]

@@ -46,6 +46,7 @@ class TransformersExecutor:
     """
 
     name = "transformers"
+    row_limit = 0
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -25,9 +25,12 @@ class Executor(Protocol):
     """Computes a model's forward pass over a step, which a cache or a group of caches has opened.
 
     name: identifies how it computes; executors differ in where they round.
+    row_limit: the most tokens of one cache that it evaluates as rows (`KVCache.row_steps`), each to
+        the bit as if it were alone; 0 if it does not.
     """
 
     name: str
+    row_limit: int
 
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]` into the step; return their final hidden states.
@@ -67,6 +70,7 @@ class TorchExecutor:
     """Computes every step in torch, on any device: the reference for the others."""
 
     name = "torch"
+    row_limit = 0
 
     def __init__(self, network: Network):
         self._network = network
