@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -38,7 +39,7 @@ class StepCost:
 def measure(model: Model, context: int, rounds: int) -> list[StepCost]:
     """Return the medians of all rounds."""
     ids = (model.text.encode(manual_text()) * (context // 1000 + 1))[: context + 64]
-    parent = model.session(policy="full", prefix_cache=False)
+    parent = model.session(policy="full")
     parent.feed(ids[:context])
     groups = {n: SessionGroup([parent.fork() for _ in range(n)]) for n in GROUPS}
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -53,7 +54,7 @@ def measure(model: Model, context: int, rounds: int) -> list[StepCost]:
             session = parent.fork()
             session.feed(ids[context : context + 1])  # copies what the fork shares
             part = ids[context + 1 : context + 1 + count]
-            timed("fed", count, lambda session=session, part=part: session.feed(part))
+            timed("fed", count, partial(session.feed, part))
         for count, group in groups.items():
             timed("group", count, group.next_tokens)
     medians = {key: 1000 * statistics.median(values[1:]) for key, values in seconds.items()}

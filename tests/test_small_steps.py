@@ -1,6 +1,5 @@
 """Small steps: up to 16 fed tokens are computed as rows, each to the bit as if it came alone."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 

@@ -58,7 +58,7 @@ def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
 
 @dataclass(frozen=True)
 class GroupStep:
-    """A step of several tokens at once: the i-th token of the forward goes to the i-th step's cache.
+    """A step of several tokens at once: the i-th of the forward goes to the cache of the i-th step.
 
     steps: the caches' own, which they commit or discard. Those of one cache follow one another.
     """

@@ -181,4 +181,4 @@ def test_perplexity_of_a_written_text_reads_packed_weights() -> None:
         for written in (False, True)
     )
     assert prompt == other
-    assert abs(by_one - other) < 0.02 * other < abs(written - other)
+    assert abs(by_one - other) < 0.03 * other < abs(written - other)
