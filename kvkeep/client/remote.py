@@ -162,6 +162,10 @@ class RemoteSession:
         settings = {"method": method, "budget": budget, "recent": recent}
         return self._post("/compress", revision, ratio=ratio, **settings)
 
+    def compact(self, target: float = 0.5, revision: int | None = None, **settings: Any) -> Any:
+        """Compact the session to `target` cells; settings as of `/v1/sessions/NAME/compact`."""
+        return self._post("/compact", revision, target=target, **settings)
+
     def fork(
         self, name: str | None = None, at: int | None = None, revision: int | None = None
     ) -> Any:

@@ -120,6 +120,19 @@ class CompactionPlan:
         return plan
 
 
+def target_before(core: SessionCore, new_tokens: int, threshold: float) -> int | None:
+    """Return the cells to compact a session to before `new_tokens` more; None if there is room.
+
+    There is room up to `threshold`, a part of `max_kv_size`. The target is half of `max_kv_size`,
+    or less for a long text. Policies other than "full" keep to their budget by themselves.
+    """
+    policy = core.memory.policy
+    limit = int(validation.finite_number("threshold", threshold) * policy.max_kv_size)
+    if not isinstance(policy, Full) or core.memory.cache.cells + new_tokens <= limit:
+        return None
+    return max(1, min(policy.max_kv_size // 2, limit - new_tokens))
+
+
 def compact_session(core: SessionCore, plan: CompactionPlan) -> CompactionReport:
     """Compact a session by a plan, in one transaction. See `Session.compact`."""
     started, draft = time.perf_counter(), _draft_of(core)

@@ -37,6 +37,14 @@ def test_a_remote_chat_prints_the_same_as_a_local_one(
         assert said in here.stderr
 
 
+def test_a_remote_chat_is_compacted(invoke: Invoke, server: RunningServer) -> None:
+    talk = "Write down that the gate code is 4711, and the harbour code 1147.\nWhy?\n/compact 90\n"
+    options = ("--policy", "full", "--max-kv-size", 512, "-n", 24)
+    result = invoke("chat", "--server", server.url, *options, input=talk)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"older part compressed .* → \d\d; freed [\d.]+ MB", result.stderr)
+
+
 def test_a_named_chat_resumes(invoke: Invoke, server: RunningServer) -> None:
     first = ("chat", "--server", server.url, "--session", "kept", *GREEDY)
     assert invoke(*first, "--max-kv-size", 512, input="What is the capital of France?\n").stdout

@@ -41,6 +41,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "replace it in place; with --exact before WHAT, re-evaluate what follows",
     ),
     "/undo": ("/undo", "remove the last turn, if its cells are still held"),
+    "/compact": (
+        "/compact [TARGET]",
+        "shrink what is old to so many cells (or a part of all: 0.5)",
+    ),
     "/keep": ("/keep N", "never evict the first N tokens"),
     "/branch": ("/branch [NAME]", "continue in a copy, which shares its cells"),
     "/branches": ("/branches", "list branches"),
@@ -84,6 +88,10 @@ class ChatCommands(ABC):
     @abstractmethod
     def ask(self, message: str, line: str | None = None) -> None:
         """Run a turn with a question. line: what the user typed for it; None: the question."""
+
+    @abstractmethod
+    def compact(self, target: float) -> str:
+        """Compact the session as `Session.compact`; return what was done and freed, in words."""
 
     def run_command(self, line: str) -> str:
         """Run a command; return the message for the user. Raises LeaveChat to end the chat."""
@@ -187,6 +195,18 @@ class ChatCommands(ABC):
         count = self.branches.current.undo()
         remaining = plural(len(self.branches.current.turns), "turn")
         return f"removed {plural(count, 'token')}; {remaining} left"
+
+    def do_compact(self, argument: str) -> str:
+        try:
+            target = float(argument or 0.5)
+        except ValueError:
+            target = 0.0
+        if not 0 < target < 2**40:
+            raise InvalidArgument(
+                "/compact needs a number of cells, or a part of all such as 0.5; found "
+                f"{argument!r:.100}"
+            )
+        return self.compact(target if target < 1 else int(target))
 
     def do_keep(self, argument: str) -> str:
         if not argument.isdecimal():

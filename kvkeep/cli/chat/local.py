@@ -10,7 +10,7 @@ from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
-from kvkeep.cli.output import plural, say
+from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.cli.run import AnswerDisplay, SessionRun
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import open_session_store
@@ -154,6 +154,13 @@ class LocalChat(ChatLoop):
                 writer.write()
                 return _SavedBranch(name, writer, self._locks.enter_context(lock.pop_all()))
         raise AssertionError("unreachable: the generator is infinite")
+
+    def compact(self, target: float) -> str:
+        session, calibration = self.branches.current.session, self.run.model.calibration
+        bytes_before = session.nbytes
+        report = session.compact(target, calibration=calibration)
+        freed = format_mb(max(0, bytes_before - session.nbytes))
+        return f"{report.summary()}; freed {freed}"
 
     def _compact_for(self, new_tokens: int) -> None:
         """Compact the session first if a turn would exceed `--compact-at`."""

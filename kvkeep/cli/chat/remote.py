@@ -236,6 +236,13 @@ class RemoteChat(ChatLoop):
         lines = overwritten_lines(parts, ends, memory.get("rewind_evaluates"))
         return "\n".join([*draw_map(_token_statuses(memory)), *lines, description])
 
+    def compact(self, target: float) -> str:
+        session = self._session
+        bytes_before = session.memory()["bytes"]
+        entry = session.compact(target)
+        freed = format_mb(max(0, bytes_before - entry["bytes"]))
+        return f"{entry['result']['summary']}; freed {freed}"
+
     def do_branches(self, argument: str) -> str:
         return "\n".join(
             f"{'*' if name == self.branches.current_name else ' '} {name}: session {session.name}, "

@@ -15,6 +15,7 @@ from kvkeep.session.compaction import (
     PLACEHOLDER,
     CompactionReport,
     CompactionStep,
+    target_before,
 )
 from kvkeep.session.session import Session
 
@@ -69,9 +70,7 @@ async def compact_before_turn(
     new_tokens = len(ids) + _TEMPLATE_TOKENS
 
     def exceeds(record: SessionRecord) -> bool:
-        session = record.live
-        limit = threshold * session.max_kv_size
-        return session.policy == "full" and session.cache.cells + new_tokens > limit
+        return target_before(record.live.core, new_tokens, threshold) is not None
 
     def apply(session: Session) -> CompactionReport | None:
         progress, calibration = context.engine.yield_turn, model.calibration
