@@ -15,6 +15,7 @@ from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
 from kvkeep.engine.operations import Operation, OperationLog, Totals
+from kvkeep.engine.pin_files import load_pins, save_pins
 from kvkeep.engine.record import SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry, SessionSaver
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
@@ -87,6 +88,9 @@ class Engine(AbstractContextManager["Engine"]):
         policy = SchedulingPolicy(self.limits)
         checkpoint_bytes = self.settings.get("checkpoint_bytes")
         self._registry = SessionRegistry(model, session_folder, policy, snapshots, checkpoint_bytes)
+        self._folder = session_folder
+        if session_folder is not None:
+            load_pins(self._registry, session_folder)
         self.losses = self._registry.losses  # messages about unsaved changes
         self._operation_log = OperationLog()
         idle_interval = self.limits.save_idle_after / 2 + 0.05  # between looks for unsaved sessions
@@ -252,6 +256,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _save_and_unlock(self) -> None:
         self._saver.save_all()
+        if self._folder is not None:
+            save_pins(self._registry, self._folder)
         self._registry.close()
 
     def _discard(self, record: SessionRecord) -> None:

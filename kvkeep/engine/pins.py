@@ -7,7 +7,7 @@ breaks the memory limit. Times are of a monotonic clock, so that setting the clo
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -64,9 +64,13 @@ class PrefixPins:
         self._max_per_owner = max_per_owner
         self._pins: dict[str, list[PrefixPin]] = {}  # by owner
 
+    def __iter__(self) -> Iterator[PrefixPin]:
+        """Yield the pins of all owners that have not expired."""
+        for owner in list(self._pins):
+            yield from self.owned_by(owner)
+
     def __len__(self) -> int:
-        """The number of pins that have not expired."""
-        return sum(len(self.owned_by(owner)) for owner in list(self._pins))
+        return sum(1 for _ in self)
 
     def owned_by(self, owner: str) -> list[PrefixPin]:
         """Return an owner's pins, those that expire first at the beginning."""

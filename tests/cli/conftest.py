@@ -89,6 +89,9 @@ class BranchCommands(ChatCommands):
     def ask(self, message: str, line: str | None = None) -> None:
         raise AssertionError("no command here asks the model")
 
+    def compact(self, target: float) -> str:
+        raise AssertionError("no command here compacts")
+
 
 def run_on_branches(line: str, branches: Branches) -> str:
     """Run a chat command that needs nothing but the branches; return its message."""

@@ -152,6 +152,50 @@ def test_a_session_that_loses_its_name_keeps_its_pins() -> None:
         assert engine.pins().result() == []
 
 
+def test_pins_and_their_sessions_survive_a_clean_stop(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=400) as engine:
+        engine.create(name="mine").result()
+        named = GenerationRequest(text(9, 40), 1, ignore_eos=True, pins=(PinRequest(500, key="k"),))
+        engine.generate(named, "mine").text()
+        ask(engine, 0, PinRequest(900, tokens=48), PinRequest(60), owner="one")
+        ask(engine, 1, PinRequest(1e-3), owner="one")  # has expired by the restart
+        before = [pin for pin in engine.pins("one").result() if pin.seconds > 1]
+    with new_engine(tmp_path, cells=400) as engine:
+        (key,), after = engine.pins().result(), engine.pins("one").result()
+        assert (key.key, key.record.name) == ("k", "mine")
+        assert [(pin.id, pin.tokens, pin.hits) for pin in after] == [
+            (pin.id, pin.tokens, pin.hits) for pin in before
+        ]
+        assert [pin.seconds for pin in after] == [60, 900]
+        assert all(pin.expires <= pin.record.pinned_until for pin in after)
+        for seed in range(2, 9):
+            ask(engine, seed)
+        assert ask(engine, 0, owner="one")[1] == 50 - 2  # from the session, which is still there
+        assert ask(engine, 0, owner="two")[1] == 0
+        engine.release_pin(key.id).result()
+    with new_engine(tmp_path, cells=400) as engine:
+        assert engine.pins().result() == []
+        assert len(engine.pins("one").result()) == 2
+        assert list(tmp_path.rglob("pinned/*")) == []  # after a kill there would be none
+
+
+def test_pins_that_cannot_be_loaded_are_left_out(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        ask(engine, 0, PinRequest(900))
+    (session,) = tmp_path.rglob("pinned/*.kvkeep")
+    session.write_bytes(session.read_bytes()[:-100])
+    with new_engine(tmp_path) as engine:
+        assert engine.pins().result() == []
+        ask(engine, 0, PinRequest(900))
+    (index,) = tmp_path.rglob("pins.json")
+    index.write_text('{"pins": [{"id": 1}]}')
+    with new_engine(tmp_path) as engine:
+        assert engine.pins().result() == []
+        ask(engine, 0, PinRequest(900))
+    with new_engine(tmp_path, cells=60) as engine:  # no room
+        assert engine.pins().result() == []
+
+
 @pytest.mark.parametrize("seconds", [0, -1, MAX_PIN_SECONDS + 1, float("nan")])
 def test_a_pin_needs_a_time_within_bounds(seconds: float) -> None:
     with pytest.raises(InvalidArgument, match="a pin lasts"):
