@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.lazy import OptionsOnlyCommand
-from kvkeep.cli.options import command, option, option_group
+from kvkeep.cli.options import command, compact_at_option, option, option_group
 from kvkeep.cli.output import say
 from kvkeep.cli.serve import ServingOptions, require_server_packages
 from kvkeep.errors import InvalidArgument
@@ -64,6 +64,7 @@ def fleet(
         metavar="HOST:PORT",
         help="Address of a running Ray cluster; none: start Ray on this machine.",
     ),
+    compact_at: float | None = compact_at_option(),
 ) -> None:
     """Serve a model from several servers, on Ray Serve.
 
@@ -88,7 +89,7 @@ def fleet(
     from kvkeep.server.lifecycle import free_port
 
     host, port = serving.host, free_port(serving.host, serving.port)
-    replica_config = _replica_config(serving, store, threads, lease)
+    replica_config = _replica_config(serving, store, threads, lease, compact_at)
     autoscaling = Autoscaling(*replicas, requests, serving.grace)
     if not serving.quiet:
         say(f"starting {autoscaling.min_servers} servers")
@@ -102,7 +103,7 @@ def fleet(
 
 
 def _replica_config(
-    serving: ServingOptions, store: str, threads: int, lease: float
+    serving: ServingOptions, store: str, threads: int, lease: float, compact_at: float | None
 ) -> "ReplicaConfig":
     """Check the options, and return the settings of each server. lease: in seconds."""
     from kvkeep.fleet.config import ReplicaConfig, read_secret
@@ -130,6 +131,7 @@ def _replica_config(
         origins=serving.allow_origin,
         alias=serving.alias,
         context_policy=serving.context_policy,
+        compact_at=compact_at,
         prompt_rules=serving.prompt_rules,
         alignment=serving.alignment_options(),
     )

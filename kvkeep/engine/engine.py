@@ -207,6 +207,11 @@ class Engine(AbstractContextManager["Engine"]):
         """Return the owner's snapshots by label. Raises InvalidArgument if there is no folder."""
         return self._registry.snapshots_of(owner)
 
+    @property
+    def shares_snapshots(self) -> bool:
+        """Whether labelled snapshots are in a store of several servers, and sessions here only."""
+        return self._registry.shares_snapshots
+
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
         """Read a snapshot. Raises InvalidArgument if there is none, StoreError."""
         return Snapshot.load(self.snapshots(owner).existing_path(label))

@@ -122,7 +122,7 @@ class SessionRegistry:
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
-        record.ephemeral = named and file is None and self._labelled_snapshots is not None
+        record.ephemeral = named and self.shares_snapshots
         self.reserve(record, 0)
         if file is not None:
             file.lock()
@@ -276,6 +276,11 @@ class SessionRegistry:
     def snapshot(self, record: SessionRecord) -> Snapshot:
         """Return a snapshot of the session, with the record's notes. Raises StoreError."""
         return replace(self.load(record).snapshot(), notes=record.snapshot_notes())
+
+    @property
+    def shares_snapshots(self) -> bool:
+        """Whether labelled snapshots are in a store of several servers, and sessions here only."""
+        return self._labelled_snapshots is not None and self._folder is None
 
     def snapshots_of(self, owner: str) -> LabelledSnapshots:
         """Return an owner's labelled snapshots. Raises InvalidArgument if there is no folder."""

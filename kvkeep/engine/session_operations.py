@@ -114,10 +114,13 @@ class SessionOperations:
     ) -> int:
         """Create a session that continues a compacted one, or one that continued it before.
 
-        handle: the compacted session's name. Returns how many first tokens of the prompt the new
+        handle: the compacted session's name, and its snapshot's label where servers share a store.
+        Returns how many first tokens of the prompt the new
         session holds; 0, and no session, if there is none that begins like the prompt.
         """
         with suppress(KvkeepError):  # it may be gone, damaged, or too large
+            if self._registry.shares_snapshots and self._registry.get(handle, owner) is None:
+                self.restore(handle, owner, handle)
             self._registry.load_existing(handle, owner)
         best: tuple[int, SessionRecord] | None = None
         for record in self._registry.owned_by(owner):

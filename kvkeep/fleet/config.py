@@ -34,6 +34,7 @@ class ReplicaConfig:
     origins: tuple[str, ...]  # allowed Origin headers, beside the server's own
     alias: str | None  # the model's name in the APIs; None for the last part of `model`
     context_policy: ContextPolicy = "refuse"  # for prompts longer than the context
+    compact_at: float | None = None  # the part of a session beyond which a turn compacts it first
     prompt_rules: str = "default"  # see `kvkeep.chat.prompt_rules.select_rules`
     # Of prompts that do not choose one.
     alignment: AlignmentOptions = field(default_factory=AlignmentOptions)

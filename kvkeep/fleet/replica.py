@@ -15,6 +15,7 @@ from kvkeep.fleet.config import ReplicaConfig
 from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
 from kvkeep.fleet.middleware import SessionMiddleware
 from kvkeep.model import Model
+from kvkeep.server.idempotency import COMPACTION_PATHS, IdempotencyMiddleware
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
@@ -69,7 +70,15 @@ class Replica:
             await asyncio.to_thread(self._prefixes.flush)
 
     def middleware(self, app: Any) -> SessionMiddleware:
-        return SessionMiddleware(app, self.leases, self.writer)
+        return shared_session_middleware(app, self.leases, self.writer)
+
+
+def shared_session_middleware(app: Any, leases: SessionLeases, name: str) -> SessionMiddleware:
+    """Return an application in which requests lease their sessions. name: the server's.
+
+    A repeated `/v1/responses/compact` with its `Idempotency-Key` runs once at this server.
+    """
+    return SessionMiddleware(IdempotencyMiddleware(app, COMPACTION_PATHS), leases, name)
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:
@@ -121,6 +130,7 @@ class ReplicaServer:
         model_name = config.alias or model.name.rpartition("/")[2]
         self._service = Service(self._replica.engine, model_name, config.api_keys, int(time.time()))
         self._service.context_policy = config.context_policy
+        self._service.compact_at = config.compact_at
         self._service.prompt_rules = select_rules(config.prompt_rules)
         hosts = {*LOCAL_HOSTS, *config.hosts}
         self._app = application(self._service, hosts, config.origins, self._replica.middleware)

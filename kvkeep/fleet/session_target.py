@@ -17,7 +17,8 @@ TargetOperation = (
 _SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE_ROUTE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
-_RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # sessions local to each server
+# Sessions local to each server.
+_RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*|cmp_[0-9a-f]{24})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def require_new_name(name: object) -> str:
     if not isinstance(name, str) or not is_valid_name(name):
         raise ApiError(400, f"name: {name!r:.120} is not a valid session name", param="name")
     if _RESERVED_NAMES.fullmatch(name):
-        raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")
+        message = f"name: {name!r} is reserved for slots, responses and compactions"
+        raise ApiError(400, message, param="name")
     return name
 
 

@@ -17,7 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.server.errors import ApiError
 
 _CHANGING_METHODS = frozenset(("POST", "PUT", "DELETE"))
-_PATH_PREFIXES = ("/v1/sessions", "/v1/snapshots")
+COMPACTION_PATHS = ("/v1/responses/compact", "/responses/compact")
+_PATH_PREFIXES = ("/v1/sessions", "/v1/snapshots", *COMPACTION_PATHS)
 _TRANSIENT_STATUSES = frozenset((401, 409, 412, 429, 503))  # a retry may succeed
 _MAX_KEYS = 1_000  # of all owners together; older ones are forgotten
 _MAX_RESPONSE_BYTES = 100_000  # of a response that is remembered
@@ -33,14 +34,17 @@ class _KeyedRequest:
 
 
 class IdempotencyMiddleware:
-    """Middleware between the security checks and the routes. Keys belong to `scope["owner"]`."""
+    """Middleware between the security checks and the routes. Keys belong to `scope["owner"]`.
 
-    def __init__(self, app: Any):
-        self._app = app
+    path_prefixes: of the requests whose keys count.
+    """
+
+    def __init__(self, app: Any, path_prefixes: tuple[str, ...] = _PATH_PREFIXES):
+        self._app, self._path_prefixes = app, path_prefixes
         self._requests: OrderedDict[tuple[str, str], _KeyedRequest] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = _idempotency_key(scope)
+        key = self._idempotency_key(scope)
         if key is None:
             await self._app(scope, receive, send)
             return
@@ -48,6 +52,14 @@ class IdempotencyMiddleware:
             await self._run_once(key, scope, receive, send)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
+
+    def _idempotency_key(self, scope: Scope) -> str | None:
+        """Return the key of a request that changes sessions or snapshots, or compacts."""
+        may_change = scope["type"] == "http" and scope["method"] in _CHANGING_METHODS
+        if not may_change or not scope["path"].startswith(self._path_prefixes):
+            return None
+        key = dict(scope["headers"]).get(b"idempotency-key")
+        return None if key is None else key.decode("latin-1")
 
     async def _run_once(self, key: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request, or repeat the response to an earlier one. Raises ApiError."""
@@ -96,15 +108,6 @@ class IdempotencyMiddleware:
                 self._requests.pop(request.owner_and_key, None)
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
-
-
-def _idempotency_key(scope: Scope) -> str | None:
-    """Return the key of a request that changes sessions or snapshots."""
-    may_change = scope["type"] == "http" and scope["method"] in _CHANGING_METHODS
-    if not may_change or not scope["path"].startswith(_PATH_PREFIXES):
-        return None
-    key = dict(scope["headers"]).get(b"idempotency-key")
-    return None if key is None else key.decode("latin-1")
 
 
 def bad_key_error() -> ApiError:

@@ -104,6 +104,28 @@ def use_the_disk(engine: Engine, reports: Connection) -> None:
     acknowledged("a", held("a"))
 
 
+COMPACTED = {"max_kv_size": 300, "policy": "full"}  # of the session that `compact_and_save` makes
+
+
+def compact_and_save(engine: Engine, reports: Connection) -> None:
+    """Compact a session twice, with a fork of before; report each save by the tokens it holds."""
+
+    def save(name: str) -> None:
+        engine.save(name).result()
+        held = engine.inspect(name, "0", lambda record: len(record.live.tokens)).result()
+        reports.send((name, held))
+
+    engine.create(name="a", **COMPACTED).result()
+    write(engine, "a", 3, text(0, 200))
+    engine.fork("a", new_name="before").result()
+    for name in ("a", "before"):
+        save(name)
+    for _ in range(2):
+        engine.change("a", "0", "compact", lambda session: session.compact(120)).result()
+        write(engine, "a", 40)
+        save("a")
+
+
 def killed_after(
     folder: Path, work: Callable[[Engine, Connection], None], seconds: float
 ) -> Reports:
@@ -115,12 +137,14 @@ def killed_after(
     return [first, *_remaining(reading, child)]
 
 
-def killed_at(folder: Path, moment: int) -> Reports | None:
+def killed_at(
+    folder: Path, moment: int, work: Callable[[Engine, Connection], None] = use_the_disk
+) -> Reports | None:
     """Kill an engine before a change of the folder, counted from 0; None if there were fewer.
 
     A change is a Python audit event: a file opened for writing, renamed or removed.
     """
-    reading, child = _start(_serve_until, folder, moment)
+    reading, child = _start(_serve_until, folder, moment, work)
     reports = _remaining(reading, child)
     return reports if child.exitcode == -signal.SIGKILL else None
 
@@ -156,7 +180,9 @@ def _serve(folder: Path, work: Callable[[Engine, Connection], None], reports: Co
         work(engine, reports)
 
 
-def _serve_until(folder: Path, moment: int, reports: Connection) -> None:
+def _serve_until(
+    folder: Path, moment: int, work: Callable[[Engine, Connection], None], reports: Connection
+) -> None:
     left = [moment]
 
     def audited(event: str, arguments: tuple[object, ...]) -> None:
@@ -170,5 +196,6 @@ def _serve_until(folder: Path, moment: int, reports: Connection) -> None:
         left[0] -= 1
 
     sys.addaudithook(audited)
-    with new_engine(folder, cells=250, save_idle_after=1e9) as engine:
-        use_the_disk(engine, reports)
+    cells = 250 if work is use_the_disk else 5000
+    with new_engine(folder, cells=cells, save_idle_after=1e9) as engine:
+        work(engine, reports)

@@ -12,9 +12,11 @@ import psutil
 import pytest
 from engine.killed import (
     CELL,
+    COMPACTED,
     DRAWN,
     MODEL,
     SETTINGS,
+    compact_and_save,
     killed_after,
     killed_at,
     leave_something_unsaved,
@@ -287,6 +289,36 @@ def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(tmp_path: P
                     assert write(engine, name, 5) == expected[len(held) : len(held) + 5]
         moment += 1
     assert moment > 40
+
+
+@pytest.mark.extended
+def test_a_compaction_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    """The session is as it was before or after one of its compactions, and continues to the bit."""
+    session = MODEL.session(**{**SETTINGS, **COMPACTED})
+    session.feed(text(0, 200))
+    saved = dict[int, list[int]]()  # the tokens that follow each saved state, by its length
+    for count in (3, 40, 40):
+        if saved:
+            session.compact(120)
+        for _ in range(count):
+            session.next_token(DRAWN)
+        fork = session.fork()
+        saved[len(session.tokens)] = [fork.next_token(DRAWN) for _ in range(5)]
+    moment = 0
+    while (
+        reports := killed_at(folder := tmp_path / str(moment), moment, compact_and_save)
+    ) is not None:
+        acknowledged = dict(reports)
+        with new_engine(folder) as engine:
+            names = {record.name for record in engine.sessions().result()}
+            assert acknowledged.keys() <= names
+            for name in names:
+                held = len(engine.inspect(name, "0", _token_ids).result())
+                assert held >= acknowledged.get(name, 0)
+                assert write(engine, name, 5) == saved[held]
+                assert held == 203 or name == "a"
+        moment += 1
+    assert moment > 15
 
 
 def test_an_engine_reports_what_a_killed_one_had_not_saved(tmp_path: Path) -> None:

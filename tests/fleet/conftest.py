@@ -13,7 +13,7 @@ from stores import _s3, objects, s3, s3_url
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.fleet.leases import SessionLeases
-from kvkeep.fleet.middleware import SessionMiddleware
+from kvkeep.fleet.replica import shared_session_middleware
 from kvkeep.model import Model
 from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
@@ -33,20 +33,22 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 class Replica:
-    """A running server, its URL and its engine."""
+    """A running server, its URL, its engine and its options."""
 
-    def __init__(self, url: str, engine: Engine, leases: SessionLeases):
-        self.url, self.engine, self.leases = url, engine, leases
+    def __init__(self, url: str, engine: Engine, leases: SessionLeases, service: Service):
+        self.url, self.engine, self.leases, self.service = url, engine, leases, service
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
 
 @contextmanager
-def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -> Iterator[Replica]:
+def replica(
+    model: Model, objects: ObjectStore, name: str, lease: float = 2.0, **settings: str
+) -> Iterator[Replica]:
     engine = Engine(
         model,
-        settings={"max_kv_size": 512},
+        settings={"max_kv_size": 512, **settings},
         limits=Limits(memory=500_000_000),
         snapshots=lambda owner: SharedLabels(objects, owner),
     )
@@ -54,7 +56,7 @@ def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease_seconds=lease)
     )
     service = Service(engine, "smollm2", ApiKeys())
-    app = application(service, middleware=lambda app: SessionMiddleware(app, leases, name))
+    app = application(service, middleware=lambda app: shared_session_middleware(app, leases, name))
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -64,7 +66,7 @@ def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Replica(f"http://127.0.0.1:{port}", engine, leases)
+        yield Replica(f"http://127.0.0.1:{port}", engine, leases, service)
     finally:
         service.closing = server.should_exit = True
         thread.join()
@@ -77,9 +79,10 @@ def replicas(smollm2: Model, objects: ObjectStore) -> Iterator[Callable[..., Rep
     running: dict[str, Replica] = {}
     with ExitStack() as stack:
 
-        def make(name: str, lease: float = 2.0) -> Replica:
+        def make(name: str, lease: float = 2.0, **settings: str) -> Replica:
             if name not in running:
-                running[name] = stack.enter_context(replica(smollm2, objects, name, lease))
+                server = replica(smollm2, objects, name, lease, **settings)
+                running[name] = stack.enter_context(server)
             return running[name]
 
         yield make

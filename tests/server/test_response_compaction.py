@@ -108,12 +108,32 @@ def test_items_are_text_for_other_owners_and_where_the_session_is_gone(
         assert evaluated(ask(first, [*result["output"], question])) < 60
         other = ask(second, [*result["output"], question])
         assert other["usage"]["input_tokens_details"]["cached_tokens"] == 0
-        assert second.get(f"/v1/sessions/{history.handle}").status_code == 404
+        for path in ("", "/memory", "/text"):
+            assert second.get(f"/v1/sessions/{history.handle}{path}").status_code == 404
+        assert second.post(f"/v1/sessions/{history.handle}/compact", json={}).status_code == 404
+        forged = compaction_item(CompactedHistory(history.handle, (question,)))
+        assert ask(second, [forged])["usage"]["input_tokens_details"]["cached_tokens"] < 40
         assert first.delete(f"/v1/sessions/{history.handle}").status_code == 200
         assert ask(first, [*result["output"], question])["status"] in (
             "completed",
             "incomplete",
         )
+
+
+def test_a_repeated_request_with_its_key_compacts_once(smollm2: Model, tmp_path: Path) -> None:
+    with serving_client(smollm2, tmp_path) as client:
+        body = {"model": "x", "input": agent_items(1)}
+        results = [
+            client.post(path, json=body, headers={"Idempotency-Key": key}).json()
+            for path, key in (("/v1/responses/compact", "a"),) * 2 + (("/responses/compact", "b"),)
+        ]
+        assert results[0] == results[1]
+        assert results[0]["id"] != results[2]["id"]
+        assert len(client.get("/v1/sessions").json()["data"]) == 2
+        other = {"model": "x", "input": agent_items(2)}
+        headers = {"Idempotency-Key": "a"}
+        refused = client.post("/v1/responses/compact", json=other, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "key_reused")
 
 
 def test_foreign_items_are_left_out_with_a_warning(smollm2: Model, tmp_path: Path) -> None:

@@ -78,7 +78,17 @@ def test_a_session_is_compacted_by_request_once(full_server: RunningServer) -> N
             feed = {"text": LONG[:400], "span": f"tool result {number}"}
             client.post("/v1/sessions/agent/feed", json=feed)
         wanted = {"target": 250, "keep_results": 1, "steps": ["results"]}
-        first = client.post("/v1/sessions/agent/compact", json=wanted).json()
+        outdated = client.post(
+            "/v1/sessions/agent/compact", json=wanted, headers={"If-Match": '"1"'}
+        )
+        assert outdated.status_code == 412
+        key = {"Idempotency-Key": "compact once"}
+        first, repeated = (
+            client.post("/v1/sessions/agent/compact", json=wanted, headers=key).json()
+            for _ in range(2)
+        )
+        assert repeated == first
+        assert client.get("/v1/sessions/agent").json()["revision"] == first["revision"]
         assert first["result"]["removed_results"] == ["tool result 1"]
         assert first["cells"] == first["result"]["cells_after"] <= 250
         again = client.post("/v1/sessions/agent/compact", json=wanted).json()

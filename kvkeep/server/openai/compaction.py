@@ -2,13 +2,14 @@
 
 The compacted session is a named one of the owner, so that it is saved and survives restarts. A
 request whose input has the item continues in a fork of it. If it is gone, the history in the item
-is evaluated instead.
+is evaluated instead. Where several servers share a store, a labelled snapshot of the same name is
+there for the others.
 """
 
 import re
 import secrets
 import time
-from asyncio import wrap_future
+from asyncio import to_thread, wrap_future
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,7 @@ from kvkeep.chat.compaction_items import (
 from kvkeep.chat.openai_responses import input_items, parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import GenerationRequest
+from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.openai import stored_items
@@ -58,6 +60,8 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
     system_end = common_prefix_length(kept_ids, await _encode(body, input_items("-"), context))
     try:
         await _compact_cells(whole_ids, kept_ids, system_end, handle, context)
+        if context.engine.shares_snapshots:
+            await wrap_future(context.engine.snapshot(handle, handle, context.owner))
     except KvkeepError as error:  # the history in the item is evaluated then
         context.notices.warn(f"compacted as text only: {error}")
         with suppress(KvkeepError):
@@ -87,6 +91,18 @@ async def _drop_oldest(context: RequestContext) -> None:
     for record in compacted[:-_MAX_SESSIONS]:
         with suppress(KvkeepError):  # a busy one is deleted after a later compaction
             await wrap_future(context.engine.delete(record.name, context.owner))
+    if context.engine.shares_snapshots:
+        await to_thread(_drop_oldest_snapshots, context.engine.snapshots(context.owner))
+
+
+def _drop_oldest_snapshots(snapshots: LabelledSnapshots) -> None:
+    dated = list[tuple[float, str]]()
+    for name in filter(_HANDLE.fullmatch, snapshots.names()):
+        with suppress(FileNotFoundError):  # another server has deleted it
+            dated.append((snapshots.path(name).stat().st_mtime, name))
+    for _, name in sorted(dated)[:-_MAX_SESSIONS]:
+        with suppress(KvkeepError, FileNotFoundError):
+            snapshots.remove(name)
 
 
 async def prepare_compacted(
@@ -96,6 +112,8 @@ async def prepare_compacted(
 
     Returns how many of the prompt's first tokens it holds; 0 if there is no session to continue.
     """
+    if _HANDLE.fullmatch(handle) is None:  # of an item that was not made here
+        return 0
     return await wrap_future(context.engine.continue_compacted(ids, name, handle, context.owner))
 
 
