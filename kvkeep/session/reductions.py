@@ -16,6 +16,7 @@ from kvkeep.session.compaction import (
     CompactionReport,
     CompactionStep,
     compact_session,
+    target_before,
 )
 from kvkeep.session.compression import (
     CompressionPlan,
@@ -104,8 +105,8 @@ class SessionReductions:
 
         Args:
             target: a number of cells, or a part of `max_kv_size` such as 0.5.
-            keep_recent: how many of the newest turns stay, as far as they take no more than half
-                of the target.
+            keep_recent: how many of the newest turns stay, as far as they take no more than a
+                quarter of the target.
             keep_results: how many of the newest tool results stay.
             placeholder: the text that takes the place of a tool result.
             steps: which of "results", "reasoning" and "compress" are allowed, in this order.
@@ -142,11 +143,9 @@ class SessionReductions:
     ) -> CompactionReport | None:
         """Compact the session if `new_tokens` more would exceed a part of `max_kv_size`.
 
-        The target is half of `max_kv_size`, or less for a long text. Returns None if there is room.
+        Returns None if there is room, and for other policies than "full": see `target_before`.
         """
-        max_kv_size = self.core.memory.policy.max_kv_size
-        limit = int(validation.finite_number("threshold", threshold) * max_kv_size)
-        if self.core.memory.cache.cells + new_tokens <= limit:
+        target = target_before(self.core, new_tokens, threshold)
+        if target is None:
             return None
-        target = max(1, min(max_kv_size // 2, limit - new_tokens))
         return self.compact(target, calibration=calibration, progress=progress)
