@@ -23,6 +23,50 @@ from kvkeep.cache.storage import merge_small_segments, nbytes, trim
 from kvkeep.cache.window import Window
 
 
+class RowSteps:
+    """The steps of a cache's next tokens in one forward (`KVCache.row_steps`), oldest first."""
+
+    def __init__(self, cache: "KVCache"):
+        self._cache = cache
+        self.steps: list[DecodeStep] = []
+        # Of the cache and of that of local layers, after each token.
+        self._segments: list[list[list[Segment]]] = []
+
+    def add(self, step: DecodeStep, revertible: bool) -> None:
+        """Add the step of the next token, whose cells the cache has just counted."""
+        self.steps.append(step)
+        if revertible:
+            segments = [[shallow_copy(s) for s in cache.segments] for cache in self._caches]
+            self._segments.append(segments)
+
+    def keep(self, count: int) -> None:
+        """Take back all tokens but the first `count`, at least 1, in a revertible context.
+
+        The cells that they have overwritten are restored. Called after the forward.
+        """
+        dropped_count = len(self.steps) - count
+        for index, cache in enumerate(self._caches):
+            for row in range(count, len(self.steps)):
+                step = self.steps[row].local_step if index else self.steps[row]
+                if isinstance(step, DecodeStep) and step.overwritten is not None:
+                    slots = step.newest_segment.block.slots
+                    slots.write(
+                        slice(step.slot, step.slot + 1), step.overwritten.part(slice(row, row + 1))
+                    )
+            cache.segments = self._segments[count - 1][index]
+            cache.time -= dropped_count
+            cache.serial -= dropped_count
+            for segment in cache.segments:  # without the copies of cells that are not evicted
+                segment.length -= segment.arriving_count
+                segment.arriving_count = 0
+        self.steps = self.steps[:count]
+
+    @property
+    def _caches(self) -> "list[KVCache]":
+        local = self._cache.local_cache
+        return [self._cache] if local is None else [self._cache, local]
+
+
 class KVCache:
     """The keys and values of a decoder, as segments of cells.
 
@@ -127,7 +171,9 @@ class KVCache:
         self._take_results(step)
 
     @contextmanager
-    def row_steps(self, count: int, sampled: bool = False) -> Iterator[list[DecodeStep]]:
+    def row_steps(
+        self, count: int, sampled: bool = False, revertible: bool = False
+    ) -> Iterator["RowSteps"]:
         """Open steps of the next `count` tokens, one of each, for one forward (`GroupStep`).
 
         The result is that of as many calls of `step`, one after another: each token sees the cells
@@ -135,24 +181,25 @@ class KVCache:
         committed when the context begins; after an exception the cache must not be used, as in
         `step`.
 
-        count: at most `row_capacity`; the last segment is open for as many.
+        count: at most `row_capacity`; the last segment is open for as many. revertible: whether
+            `RowSteps.keep` may be called in the context, to keep only the first of the tokens.
         """
         overwritten = self.segments[-1].prepare_slots(count)
         local, local_overwritten = self.local_cache, None
         if local is not None:
             local_overwritten = local._open_local_window().prepare_slots(count)
-        steps = list[DecodeStep]()
+        rows = RowSteps(self)
         for index in range(count):
             step = self._open_step(1, sampled)
             for each, cells in ((step, overwritten), (step.local_step, local_overwritten)):
                 if isinstance(each, DecodeStep):
                     each.follows, each.overwritten = index > 0, cells
             assert isinstance(step, DecodeStep)
-            step.keeps_states = index == count - 1
-            steps.append(step)
+            step.keeps_states = revertible or index == count - 1
             self._take_cells(step)
-        yield steps
-        for step in steps:
+            rows.add(step, revertible)
+        yield rows
+        for step in rows.steps:
             self._take_results(step)
 
     @property

@@ -56,6 +56,11 @@ def generate(
         )
     ),
     ignore_eos: bool = options.option(is_flag=True, help="Continue after an end token."),
+    speculate: bool = options.option(
+        is_flag=True,
+        help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
+        "where it repeats itself.",
+    ),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Continue a text.
@@ -110,7 +115,8 @@ def generate(
                 run.writer.write()
                 reason = "end"
             else:
-                reason = run.generate(None if max_tokens < 0 else max_tokens, sampling, ignore_eos)
+                limit = None if max_tokens < 0 else max_tokens
+                reason = run.generate(limit, sampling, ignore_eos, speculate=speculate)
         run.close(reason)
 
 

@@ -82,10 +82,11 @@ class SessionRun:
         ignore_eos: bool = False,
         printer: TextPrinter | None = None,
         display: AnswerDisplay | None = None,
+        speculate: bool = False,
     ) -> str:
         """Generate text and print it, by default unchanged; return the finish reason."""
         start, printer = len(self.session.tokens), printer or TextPrinter()
-        stream = self.session.stream(max_tokens, sampling, ignore_eos)
+        stream = self.session.stream(max_tokens, sampling, ignore_eos, speculate)
         pieces, text_of = (display.pieces, display.text_of) if display else (stream, _text_of)
         with self.measuring(self.decode):
             try:
@@ -178,9 +179,10 @@ class SessionRun:
         prompt, if more could have been reused. prefix_unusable_tokens: in the cache, but after the
         newest checkpoint that the model needs, and evaluated again. finish_reason: "length", "eos",
         "stop", "end" (of the text or the chat), "interrupt" (Ctrl-C), "closed" (standard output) or
-        "error".
+        "error". accepted_tokens, drafted_tokens: see `Session.speculated`.
         """
         session, writer, perplexity = self.session, self.writer, self.perplexity
+        accepted_tokens, drafted_tokens = session.speculated
         return {
             "command": self._command,
             "model": self.model.name,
@@ -195,6 +197,8 @@ class SessionRun:
             "prefill_tokens_per_s": self.prefill.tokens_per_s,
             "generated_tokens": self.decode.tokens,
             "decode_tokens_per_s": self.decode.tokens_per_s,
+            "accepted_tokens": accepted_tokens,
+            "drafted_tokens": drafted_tokens,
             "peak_rss_bytes": peak_rss_bytes(),
             "kv_cells": session.cache.cells,
             "kv_bytes": session.cache.nbytes,
@@ -222,8 +226,11 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
         reused_text = plural(summary["reused_tokens"], "token")
         parts.append(f"reused {reused_text}{checkpoint_text}{differs_text}")
     cells = f"cells {summary['kv_cells']} of {summary['max_kv_size']}"
+    drafted = summary["drafted_tokens"]
+    accepted_text = f", {summary['accepted_tokens']} of {drafted} drafted" if drafted else ""
+    rate_text = _rate_text(summary["decode_tokens_per_s"])
     parts += [
-        f"generated {summary['generated_tokens']}{_rate_text(summary['decode_tokens_per_s'])}",
+        f"generated {summary['generated_tokens']}{rate_text}{accepted_text}",
         f"{cells}, {format_mb(summary['kv_bytes'])}",
         f"peak RAM {format_mb(summary['peak_rss_bytes'])}",
     ]

@@ -20,11 +20,18 @@ def keep_answer_end(
     """
     if not memory.decoder.spec.keeps_states or not memory.tokens:
         return
-    ends_text = token in end_ids or codec.is_control(token)
-    if ends_text or _may_be_cut_off(codec, token, stop):
+    if may_end_answer(codec, token, end_ids, stop):
+        ends_text = token in end_ids or codec.is_control(token)
         is_longer_run = not ends_text and _may_be_cut_off(codec, memory.tokens[-1], ())
         if not (is_longer_run and memory.checkpoints.answer_ends):
             memory.take_checkpoint(at_answer_end=True)
+
+
+def may_end_answer(
+    codec: TextCodec, token: int, end_ids: tuple[int, ...], stop: tuple[str, ...]
+) -> bool:
+    """Whether a token may begin the end of an answer, which clients do not send back."""
+    return token in end_ids or codec.is_control(token) or _may_be_cut_off(codec, token, stop)
 
 
 def _may_be_cut_off(codec: TextCodec, token: int, stop: tuple[str, ...]) -> bool:

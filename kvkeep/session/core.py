@@ -13,6 +13,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
+from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import TokenRange, span_after_edit
@@ -92,7 +93,8 @@ class SessionCore:
 
     Functions that feed, sample and edit take a core, and replace `state` by `session_transaction`.
 
-    prefix_cache: for first prompts. finish_reason: why the last stream ended.
+    prefix_cache: for first prompts. finish_reason: why the last stream ended. drafts: of the last
+    stream.
     """
 
     model: LoadedModel
@@ -100,6 +102,7 @@ class SessionCore:
     prefill_step: int
     prefix_cache: PrefixCache | None
     finish_reason: str | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def memory(self) -> Memory:

@@ -1,6 +1,6 @@
 """Sampling tokens from a session, and streaming their text."""
 
-import itertools
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
@@ -11,9 +11,11 @@ from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
+from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.evaluation import StepTransaction
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.speculation import Speculation
 from kvkeep.session.streaming import TextStream
 
 
@@ -63,25 +65,33 @@ def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: 
 
 
 def stream_text(
-    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+    core: SessionCore,
+    max_tokens: int | None,
+    sampling: Sampling,
+    end_ids: tuple[int, ...],
+    speculate: bool = False,
 ) -> Iterator[str]:
     """Sample tokens and yield their text until one of `end_ids`; see `Session.stream`.
 
     An error is raised once the text of all tokens in the session was yielded.
     """
-    with closing(stream_pieces(core, max_tokens, sampling, end_ids)) as stream:
+    with closing(stream_pieces(core, max_tokens, sampling, end_ids, speculate)) as stream:
         for pieces in stream:
             if text := "".join(piece for piece in pieces if isinstance(piece, str)):
                 yield text
 
 
 def stream_pieces(
-    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+    core: SessionCore,
+    max_tokens: int | None,
+    sampling: Sampling,
+    end_ids: tuple[int, ...],
+    speculate: bool = False,
 ) -> Generator[list[str | int], None, None]:
     """Sample tokens as `stream_text`; yield their text with the ids of control tokens in it."""
     context_ids, core.finish_reason, yielded_length = core.memory.tokens, None, 0
     try:
-        for pieces in _stream_pieces(core, max_tokens, sampling, end_ids):
+        for pieces in _stream_pieces(core, max_tokens, sampling, end_ids, speculate):
             yielded_length += _length(pieces)
             yield pieces
     except GeneratorExit:
@@ -102,24 +112,61 @@ def stream_pieces(
 
 
 def _stream_pieces(
-    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+    core: SessionCore,
+    max_tokens: int | None,
+    sampling: Sampling,
+    end_ids: tuple[int, ...],
+    speculate: bool,
 ) -> Iterator[list[str | int]]:
     """Yield pieces that are certain, and set the core's `finish_reason` at the end."""
     text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens)
-    for _ in itertools.count() if max_tokens is None else range(max_tokens):
-        token = next_token(core, sampling)
-        if token in end_ids:
-            core.finish_reason = "eos"
-            break
-        yield text_stream.push_pieces(token)
+    for tokens in _sampled_runs(core, max_tokens, sampling, end_ids, speculate):
+        pieces = list[str | int]()
+        for token in tokens:  # only the last one can end the generation
+            if token in end_ids:
+                core.finish_reason = "eos"
+                break
+            pieces += text_stream.push_pieces(token)
+        if pieces or not core.finish_reason:
+            yield pieces
         if text_stream.stopped:
             core.finish_reason = "stop"
             return
+        if core.finish_reason:
+            break
         if sampling.complete:
             core.finish_reason = "eos"
             break
     core.finish_reason = core.finish_reason or "length"
     yield [text_stream.flush()]
+
+
+def _sampled_runs(
+    core: SessionCore,
+    max_tokens: int | None,
+    sampling: Sampling,
+    end_ids: tuple[int, ...],
+    speculate: bool,
+) -> Iterator[Sequence[int]]:
+    """Sample tokens and yield those of each forward. speculate: whether these may be several."""
+    core.drafts = DraftCounts()
+    left = sys.maxsize if max_tokens is None else max_tokens
+    if not speculate:
+        for _ in range(left):
+            yield [next_token(core, sampling)]
+        return
+    stops = TextStream(core.model.text, sampling.stop, core.memory.tokens)
+
+    def ends_after(token: int) -> bool:
+        if sampling.stop and token not in end_ids:
+            stops.push(token)
+        return token in end_ids or stops.stopped
+
+    speculation = Speculation(core, sampling, ends_after)
+    while left > 0:
+        tokens = speculation.next_tokens(left)
+        left -= len(tokens)
+        yield tokens
 
 
 def _length(pieces: Sequence[str | int]) -> int:

@@ -71,7 +71,7 @@ class StepTransaction:
         for memory, chunk in zip(memories, chunks, strict=True):
             cache, count = memory.cache, len(chunk)
             if grouped and count > 1:
-                steps += self._cache_steps.enter_context(cache.row_steps(count, sampled))
+                steps += self._cache_steps.enter_context(cache.row_steps(count, sampled)).steps
             else:
                 steps.append(self._cache_steps.enter_context(cache.step(count, sampled)))
         decode_steps = [step for step in steps if isinstance(step, DecodeStep)]
@@ -266,8 +266,8 @@ def evaluate_into_segment(
         with torch.inference_mode():
             tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
             if 1 < len(tokens) <= min(decoder.executor.row_limit, cache.row_capacity):
-                with cache.row_steps(len(tokens)) as steps:
-                    _forward(decoder, tokens, GroupStep(steps))
+                with cache.row_steps(len(tokens)) as rows:
+                    _forward(decoder, tokens, GroupStep(rows.steps))
             else:
                 with cache.step(len(tokens)) as step:
                     _forward(decoder, tokens, step)

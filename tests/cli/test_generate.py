@@ -36,6 +36,7 @@ def test_the_report_has_the_closing_numbers(invoke, tiny, tiny_folder, tmp_path:
         *("command", "model", "policy", "max_kv_size", "keep", "settings"),
         *("kv_bits", "far_bits", "seed"),
         *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
+        *("accepted_tokens", "drafted_tokens"),
         *("peak_rss_bytes", "kv_cells", "kv_bytes", "reused_tokens"),
         *(
             "prefix_differs_at",
@@ -186,3 +187,18 @@ def test_each_policy_generates_and_scores(invoke, tiny, tmp_path: Path, policy) 
     scored = invoke("perplexity", text, *asked)
     assert scored.exit_code == 0, scored.stderr
     assert scored.stdout.startswith("perplexity ")
+
+
+def test_speculation_prints_the_same_text_and_counts_drafts(
+    invoke, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file, texts = tmp_path / "report.json", []
+    for more in ((), ("--speculate",)):
+        asked = ("generate", "-p", "one two three " * 20, "-n", 30, "--ignore-eos", *GREEDY)
+        result = invoke(*asked, *more, "--report", file, "--model", tiny_folder)
+        assert result.exit_code == 0
+        texts.append(result.stdout)
+        report = json.loads(file.read_text())
+        assert 0 <= report["accepted_tokens"] <= report["drafted_tokens"]
+        assert more or not report["drafted_tokens"]
+    assert texts[0] == texts[1]

@@ -1,0 +1,142 @@
+"""How much sooner text comes with speculation: rewritten code and JSON against prose.
+
+    python -m benchmarks.speculation --model llama-1b-Q4_K_M.gguf
+
+A task's answer is given, and the model is made to write it, token by token, by a bias that follows
+it: so a small or random model does what a large one would. Code is a file of kvkeep with some names
+replaced, JSON a list of such files with some values changed, and prose a text that repeats nothing.
+Each task runs with and without speculation in turn, and gives the same tokens.
+"""
+
+import json
+import re
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.figures import rounded
+from benchmarks.machine import describe_machine
+from kvkeep import Sampling, load_model
+from kvkeep.evaluate.haystack import manual_text
+from kvkeep.model import Model
+from kvkeep.storage.files.atomic import write_json
+
+SOURCES = ("session/answer_end.py", "cache/window.py", "session/drafts.py")
+PACKAGE = Path(__file__).parents[1] / "kvkeep"
+
+
+class Written:
+    """A constraint that makes the model write given tokens."""
+
+    def __init__(self, ids: list[int]):
+        self._ids, self._count = ids, 0
+
+    @property
+    def complete(self) -> bool:
+        return self._count >= len(self._ids)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        masked = torch.full_like(logits, -torch.inf)
+        masked[self._ids[self._count]] = 0.0
+        return masked
+
+    def accept(self, token: int) -> None:
+        assert token == self._ids[self._count]
+        self._count += 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and the answer to write."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """ratio: of the time without speculation to that with it, the median of all rounds."""
+
+    kind: str
+    tokens: int
+    accepted: int
+    drafted: int
+    tokens_per_s: float
+    ratio: float
+
+
+def tasks() -> list[Task]:
+    """Return the tasks, made from kvkeep's own files."""
+    code = [(PACKAGE / name).read_text() for name in SOURCES]
+    renamed = [re.sub(r"\bself\.", "this.", re.sub(r"\btokens\b", "items", text)) for text in code]
+    records = [
+        {"name": path.name, "lines": len(path.read_text().splitlines()), "checked": False}
+        for path in sorted((PACKAGE / "session").glob("*.py"))
+    ]
+    edited = [r | {"checked": True} if i % 5 == 0 else r for i, r in enumerate(records)]
+    prose = manual_text()
+    return [
+        *(Task("code", f"Rewrite:\n{a}\n", b) for a, b in zip(code, renamed, strict=True)),
+        Task("JSON", json.dumps(records, indent=1), json.dumps(edited, indent=1)),
+        Task("prose", prose[:2000], prose[2000:4000]),
+    ]
+
+
+def seconds_of(model: Model, task: Task, limit: int, speculate: bool) -> tuple[float, int, int]:
+    """Return the seconds of writing the answer, and how many tokens were accepted and drafted."""
+    session = model.session(policy="full")
+    session.feed(task.prompt)
+    ids = model.text.encode(task.answer)[:limit]
+    sampling = Sampling(constraint=Written(ids))
+    start = time.perf_counter()
+    for _ in session.stream(limit, sampling, ignore_eos=True, speculate=speculate):
+        pass
+    seconds = time.perf_counter() - start
+    assert session.tokens[-len(ids) :] == ids
+    return seconds, *session.speculated
+
+
+def measure(model: Model, task: Task, limit: int, rounds: int) -> Outcome:
+    """Run a task with and without speculation in turn."""
+    times = list[tuple[float, float]]()
+    for _ in range(rounds):
+        plain, _, _ = seconds_of(model, task, limit, speculate=False)
+        seconds, accepted, drafted = seconds_of(model, task, limit, speculate=True)
+        times.append((plain, seconds))
+    tokens = min(limit, len(model.text.encode(task.answer)))
+    speed = tokens / statistics.median(seconds for _, seconds in times)
+    ratio = statistics.median(plain / seconds for plain, seconds in times)
+    return Outcome(task.kind, tokens, accepted, drafted, rounded(speed), rounded(ratio))
+
+
+@click.command(cls=Measurement)
+@model_option
+@click.option("--tokens", default=300, show_default=True, help="Tokens of each answer.")
+@click.option("--rounds", default=3, show_default=True)
+@out_option
+def main(name: str, tokens: int, rounds: int, out: Path | None) -> None:
+    """Measure speculation on code, JSON and prose."""
+    check_outputs(out)
+    model = load_model(name)
+    outcomes = list[Outcome]()
+    for task in tasks():
+        outcomes.append(measure(model, task, tokens, rounds))
+        click.echo(str(outcomes[-1]))
+    if out is not None:
+        record = {
+            "model": Path(name).name,
+            "rounds": rounds,
+            "outcomes": list(map(asdict, outcomes)),
+        }
+        write_json(out, record | {"machine": asdict(describe_machine())})
+
+
+if __name__ == "__main__":
+    main()
