@@ -49,6 +49,7 @@ class OutputReader:
         self._steps = self._read(starts_in_reasoning)
         self._events: list[OutputEvent] = []
         self._open_wrappers: list[BlockMarkers] = []
+        self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
 
     def push(self, pieces: Sequence[str | int]) -> list[OutputEvent]:
         """Append pieces: texts, and ids of control tokens. Returns what is now certain."""
@@ -58,7 +59,10 @@ class OutputReader:
     def finish(self) -> list[OutputEvent]:
         """Return the events of what was held back, at the end of the answer."""
         self._scanner.closed = True
-        return self._advance()
+        events = self._advance()
+        if self.on_finish is not None:
+            self.on_finish()
+        return events
 
     @property
     def output(self) -> Output:

@@ -76,9 +76,10 @@ class RenderedPrompt:
     """A conversation as a prompt.
 
     text: as the template writes it. ids: of it, except that answers of the history may be in the
-    tokens that the model sampled; written_back: how many. starts_in_reasoning: whether the prompt
-    ends where reasoning has begun. continues: whether it ends inside the last message. warnings:
-    what had to be changed for the template, in words.
+    tokens that the model sampled. written_back, written_tokens: how many answers, and how many
+    tokens they have. starts_in_reasoning: whether the prompt ends where reasoning has begun.
+    continues: whether it ends inside the last message. warnings: what had to be changed for the
+    template, in words.
     """
 
     text: ChatText
@@ -86,6 +87,7 @@ class RenderedPrompt:
     starts_in_reasoning: bool
     warnings: tuple[str, ...] = ()
     written_back: int = 0
+    written_tokens: int = 0
     continues: bool = False
 
 
@@ -132,7 +134,8 @@ class ChatRenderer:
         text = self._render_text(chat, options)
         history = find_written and self._write_back(chat, options, text.text, find_written)
         if history:
-            return replace(text, ids=history.ids, written_back=history.count)
+            count, num_tokens = history.count, history.num_tokens
+            return replace(text, ids=history.ids, written_back=count, written_tokens=num_tokens)
         return replace(text, ids=self._codec.encode(text.text))
 
     def _render_text(self, chat: Chat, options: RenderOptions) -> RenderedPrompt:

@@ -39,10 +39,11 @@ PROBE_TOOL = Tool("kvkeeptool", "probe")
 
 @dataclass(frozen=True)
 class WrittenHistory:
-    """A prompt's ids, and how many of its answers are in sampled tokens."""
+    """A prompt's ids, how many of its answers are in sampled tokens, and these tokens."""
 
     ids: list[int]
     count: int
+    num_tokens: int
 
 
 class Render(Protocol):
@@ -225,13 +226,14 @@ class AnswerWriter:
         self, pieces: Sequence[str], answers: Sequence[tuple[Message, Sequence[WrittenAnswer]]]
     ) -> WrittenHistory | int:
         """Return the ids, or the number of an answer of which it is not clear which one it is."""
-        ids = self.codec.encode_sealed(pieces[0])
+        ids, num_tokens = self.codec.encode_sealed(pieces[0]), 0
         for number, (message, candidates) in enumerate(answers):
             answer = _chosen(message, candidates, ids)
             if answer is None:
                 return number
             ids += [*answer.ids, *self.codec.encode_sealed(pieces[number + 1])]
-        return WrittenHistory(ids, len(answers))
+            num_tokens += len(answer.ids)
+        return WrittenHistory(ids, len(answers), num_tokens)
 
 
 def _chosen(

@@ -51,6 +51,7 @@ class GenerationRequest:
     # How a prompt without a session reuses cells; None for the engine's default.
     alignment: AlignmentOptions | None = None
     pins: tuple[PinRequest, ...] = ()  # of the session's first tokens, when it has ended
+    written_tokens: int = 0  # of the prompt, that were sampled for earlier requests; for `Usage`
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
@@ -92,6 +93,7 @@ class Usage:
     decode_seconds: float
     # At the end: tokens before the generated ones that the policy has evicted.
     evicted: int = 0
+    prompt_written: int = 0  # tokens of the prompt that were sampled for earlier requests
 
     @property
     def evaluated(self) -> int:
@@ -323,6 +325,7 @@ class Generation(Iterator[GenerationEvent]):
             max(0.0, prefill_start - self._submit_time),
             max(0.0, prefill_end - prefill_start),
             max(0.0, now - prefill_end),
+            prompt_written=self.request.written_tokens,
         )
 
     def _count_evicted(self) -> int:

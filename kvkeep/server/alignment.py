@@ -48,10 +48,13 @@ class AlignmentFields(RequestBody):
 def own_fields(*usages: Usage) -> dict[str, Any]:
     """Return the field `x_kvkeep` of an answer; {} if there is nothing to report.
 
-    It names tokens of the prompt that were forgotten, and how the prompt was aligned in place.
+    It counts tokens of the prompt that were forgotten, and those that the model sampled for earlier
+    requests, and says how the prompt was aligned in place.
     """
     evicted = max(usage.evicted for usage in usages)
     fields: dict[str, Any] = {"forgotten_prompt_tokens": evicted} if evicted else {}
+    if usages[0].prompt_written:
+        fields["written"] = usages[0].prompt_written
     aligned = next((usage for usage in usages if usage.reuse.mode == "in_place"), None)
     if aligned is not None:
         fields |= _in_place_fields(aligned)

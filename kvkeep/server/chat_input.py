@@ -2,7 +2,7 @@
 
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer
 from kvkeep.server.answer_grammar import compile_answer
-from kvkeep.server.service import GenerationResult, GenerationStream, RequestContext
+from kvkeep.server.service import GenerationResult, RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
 
@@ -57,8 +57,6 @@ class ChatInput:
     context: RequestContext
     # With a schema, the tools whose calls may be bare JSON: see `OutputReader`.
     schema_calls: frozenset[str] | None = None
-    # One for each generation, in order.
-    _readers: list[OutputReader] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -98,39 +96,18 @@ class ChatInput:
             ],
         )
 
-    def new_reader(self) -> OutputReader:
-        """Return a reader for the next generation's answer."""
-        self._readers.append(self._reader())
-        return self._readers[-1]
+    @property
+    def written_tokens(self) -> int:
+        """How many tokens of the history are those that the model sampled."""
+        return self.prompt.written_tokens
 
-    def remember(self, stream: GenerationStream) -> None:
-        """Remember the tokens of the stream's complete answers, for when clients send them back."""
-        if not self.prompt.continues:
-            stream.on_finished = self._remember
+    def new_reader(self, result: GenerationResult | None = None) -> OutputReader:
+        """Return a reader for a generation's answer.
 
-    def _remember(self, index: int, result: GenerationResult) -> None:
-        if result.finished.reason != "eos" or index >= len(self._readers):
-            return
-        reader = self._reader()
-        for token in result.tokens:
-            reader.push(token.pieces)
-        reader.push([result.finished.text])
-        reader.finish()
-        call_ids = tuple(call.id for call in self._readers[index].output.calls)
-        answer = written_answer(
-            reader.output,
-            [token.token for token in result.tokens],
-            self.renderer.output_format,
-            self.context.tokenizer,
-            self.ids,
-            self.prompt.starts_in_reasoning,
-            call_ids,
-        )
-        if answer is not None:
-            self.context.service.written.add(self.context.owner, reader.output.message(), answer)
-
-    def _reader(self) -> OutputReader:
-        return OutputReader(
+        result: of the generation. Its tokens are remembered when they have been read, if the answer
+        is complete, for when the client sends it back. None to remember nothing.
+        """
+        reader = OutputReader(
             self.renderer.output_format,
             self.chat.callable_tools,
             self.renderer.new_call_id,
@@ -139,6 +116,25 @@ class ChatInput:
             self.context.tokenizer.control_text,
             self.schema_calls,
         )
+        if result is not None and not self.prompt.continues:
+            reader.on_finish = partial(self._remember, reader, result)
+        return reader
+
+    def _remember(self, reader: OutputReader, result: GenerationResult) -> None:
+        if result.finished.reason != "eos":
+            return
+        output = reader.output
+        answer = written_answer(
+            output,
+            [token.token for token in result.tokens],
+            self.renderer.output_format,
+            self.context.tokenizer,
+            self.ids,
+            self.prompt.starts_in_reasoning,
+            tuple(call.id for call in output.calls),
+        )
+        if answer is not None:
+            self.context.service.written.add(self.context.owner, output.message(), answer)
 
 
 async def chat_input(

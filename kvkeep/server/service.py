@@ -199,8 +199,6 @@ class GenerationStream:
         self.generations: list[Generation] = []  # empty until they are admitted
         self._admission: asyncio.Task[list[Generation]] | None = None
         self.results = [GenerationResult() for _ in range(generation_count)]
-        # Called with the index and the result of each generation, before its `Finished` is yielded.
-        self.on_finished: Callable[[int, GenerationResult], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
         self._events_available = asyncio.Event()
@@ -252,8 +250,6 @@ class GenerationStream:
                         result.text += event.text
                         result.finished = event
                         finished_count += 1
-                        if self.on_finished is not None:
-                            self.on_finished(index, result)
                     elif event.scores is not None:
                         result.prompt_scores.append(event.scores)
                     yield index, event

@@ -189,6 +189,30 @@ def test_explanations_are_about_the_tokens_of_the_next_turn(scripted: ScriptedSe
         messages.append({"role": "user", "content": "And now?"})
         report = client.post("/v1/prefix/explain", json=body).json()
         assert report["reused"] >= answer["usage"]["total_tokens"] - 1
+        assert report["written"] == answer["usage"]["completion_tokens"] - 1
+        text = client.post("/v1/prefix/explain", json={"text": "Hello"}).json()
+        assert text["written"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_answers_say_how_many_tokens_of_their_history_were_sampled(
+    scripted: ScriptedServer, stream: bool
+) -> None:
+    model = scripted.service.model.text
+    scripted.write(CALL, TEXT, "Bye.")
+    fields, history = list[Any](), [{"role": "user", "content": f"written {stream}: weather?"}]
+    with scripted.client() as client:
+        for _ in range(3):
+            body = {"messages": history, "tools": [TOOL], "stream": stream}
+            response = client.post("/v1/chat/completions", json=body)
+            chunks = events(response) if stream else [response.json()]
+            fields.append([chunk["x_kvkeep"] for chunk in chunks if "x_kvkeep" in chunk])
+            # The same answer again, whose prompt is another.
+            scripted.write(*[CALL, TEXT, "Bye."][len(fields) - 1 :])
+            history += openai_chat(client, history, stream)
+            history.append({"role": "user", "content": "And now?"})
+    lengths = [len(model.encode(text, special=True)) for text in (CALL, TEXT)]
+    assert fields == [[], [{"written": lengths[0]}], [{"written": sum(lengths)}]]
 
 
 THINKING_TEMPLATE = """\

@@ -44,17 +44,22 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     limit = context.service.max_tokens(body.max_tokens)
     pins = await pinned_prefixes(context, body, prompt)
     alignment = body.alignment_options(context)
-    request = GenerationRequest(tuple(prompt.ids), limit, pins=pins, alignment=alignment)
+    request = GenerationRequest(
+        tuple(prompt.ids),
+        limit,
+        pins=pins,
+        alignment=alignment,
+        written_tokens=prompt.written_tokens,
+    )
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
     end: EarlyEnd | None = None
     if not allows_parallel_calls(body.tool_choice):
         samplings, (end,) = EarlyEnd.add(samplings)
-    answer = _AnswerReader(prompt.new_reader(), end)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    prompt.remember(stream)
+    answer = _AnswerReader(prompt.new_reader(stream.results[0]), end)
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",

@@ -209,7 +209,8 @@ class _LlamaOutput:
 
     def _final_fields(self, finished: Finished) -> dict[str, Any]:
         usage, body = finished.usage, self.body
-        settings = body.model_dump(exclude={"prompt", *(body.model_extra or {})})
+        own = set(AlignmentFields.model_fields) - body.model_fields_set  # not llama.cpp's
+        settings = body.model_dump(exclude={"prompt", *own, *(body.model_extra or {})})
         # In a slot, the generation got only the tokens that the session did not hold.
         cached_tokens = usage.reuse.tokens + len(self.prompt_ids) - usage.prompt
         return {

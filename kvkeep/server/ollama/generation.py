@@ -39,12 +39,13 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
+    request = replace(request, written_tokens=prompt.written_tokens)
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
     stream = await start_generations(context, request, samplings, body.patience)
-    prompt.remember(stream)
-    return await _response(body, context, answer, stream, prompt.new_reader())
+    reader = prompt.new_reader(stream.results[0])
+    return await _response(body, context, answer, stream, reader)
 
 
 @router.post("/api/generate", response_model=None, responses=NDJSON)

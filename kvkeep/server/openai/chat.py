@@ -40,6 +40,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         logprobs=logprobs,
         pins=body.pins(len(prompt.ids)),
         alignment=body.alignment_options(context),
+        written_tokens=prompt.written_tokens,
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
     budget = body.max_reasoning_tokens
@@ -50,19 +51,23 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         samplings, ends = EarlyEnd.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    prompt.remember(stream)
     common_fields = usage.completion_fields("chatcmpl", context.service)
     common_fields["system_fingerprint"] = usage.SYSTEM_FINGERPRINT
-    choices = [_choice(body, prompt, early_end) for early_end in ends]
+    choices = [
+        _choice(body, prompt, early_end, result)
+        for early_end, result in zip(ends, stream.results, strict=True)
+    ]
     output = _ChatOutput(body, choices, context.tokenizer, common_fields)
     if body.stream:
         return sse_response(output.events(stream))
     return output.response(await context.collect(stream, on_event=output.push))
 
 
-def _choice(body: ChatRequest, prompt: ChatInput, early_end: EarlyEnd | None) -> ChatChoice:
+def _choice(
+    body: ChatRequest, prompt: ChatInput, early_end: EarlyEnd | None, result: GenerationResult
+) -> ChatChoice:
     tools = {tool.name: tool for tool in prompt.chat.callable_tools}
-    return ChatChoice(prompt.new_reader(), tools, early_end, body.uses_functions)
+    return ChatChoice(prompt.new_reader(result), tools, early_end, body.uses_functions)
 
 
 @router.post("/v1/chat/completions/input_tokens", response_model=None)

@@ -42,13 +42,14 @@ class ChatChoice:
 
     def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
         """Follow the generation. Returns what of the answer is now certain."""
-        if self.ended:
-            return []
         if isinstance(event, Finished):
             events = [*self.reader.push([event.text]), *self.reader.finish()]
         else:
-            self.tokens.append(event)
             events = self.reader.push(event.pieces)
+        if self.ended:
+            return []
+        if isinstance(event, GeneratedToken):
+            self.tokens.append(event)
         if self.early_end is not None:
             events = self._up_to_first_call(events, self.early_end)
         self._events += events

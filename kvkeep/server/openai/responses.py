@@ -160,6 +160,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             logprobs=body.logprob_count,
             pins=body.pins(len(prompt.ids)),
             alignment=body.alignment_options(context),
+            written_tokens=prompt.written_tokens,
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
     except BaseException as error:
@@ -168,9 +169,9 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         if isinstance(error, ContextFull):
             raise overflow_error(service, len(prompt.ids)) from error
         raise
-    prompt.remember(stream)
     response_items = ResponseItems(body, prompt.chat.callable_tools)
-    reading = ResponseReading(prompt.new_reader(), response_items, context.tokenizer, early_end)
+    reader = prompt.new_reader(stream.results[0])
+    reading = ResponseReading(reader, response_items, context.tokenizer, early_end)
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
     service.pending_responses[owner, response["id"]] = pending
     return pending

@@ -16,9 +16,7 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.output import OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.chat.prompt_rules import PromptRule, apply_rules
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.chat.written import FindWritten
 from kvkeep.engine import (
     Finished,
     GeneratedToken,
@@ -57,26 +55,18 @@ class FeedRequest(SamplingParams):
     special: bool = False
     stream: bool = False
 
-    def encode(
-        self,
-        model: Model,
-        notices: Notices,
-        generation_prompt: bool,
-        rules: Sequence[PromptRule] = (),
-        find_written: FindWritten | None = None,
-    ) -> tuple[int, ...]:
-        """Return the token ids. generation_prompt: whether messages end where the reply begins.
-
-        rules: change messages before they are rendered. find_written: see `ChatRenderer.render`.
-        """
+    def require_one_input(self) -> None:
+        """Raise InvalidArgument for several of text, tokens and messages."""
         if sum(value is not None for value in (self.text, self.tokens, self.messages)) > 1:
             raise InvalidArgument("use exactly one of text, tokens and messages")
+
+    def encode(self, model: Model, notices: Notices, generation_prompt: bool) -> tuple[int, ...]:
+        """Return the token ids. generation_prompt: whether messages end where the reply begins."""
+        self.require_one_input()
         if self.messages is not None:
             options = RenderOptions(continue_final=False, generation_prompt=generation_prompt)
-            chat, applied = apply_rules(self.chat(), rules)
-            prompt = model.renderer.render(chat, options, find_written)
+            prompt = model.renderer.render(self.chat(), options)
             notices.warn(*prompt.warnings)
-            notices.add_rules(*applied)
             return tuple(prompt.ids)
         return tuple(self.tokens or model.text.encode(self.text or "", self.special))
 

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator
-from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -15,10 +14,12 @@ from starlette.responses import StreamingResponse
 from kvkeep.cache.ragged import RaggedCells
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_chat
+from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import SessionName, session_entry
@@ -185,18 +186,24 @@ async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it.
 
     `messages`, with `tools` if there are any, are changed by the prompt rules, and written back, as
-    in chats; `prompt_rules` names the rules that did.
+    in chats; `prompt_rules` names the rules that did, and `written` is the number of tokens of the
+    history that the model sampled.
     With `alignment` "in_place" it names each seam, with the texts that would be removed and
     inserted there, or why the prompt would not be aligned.
     """
-    rules = context.service.prompt_rules
-    service, find_written = context.service, partial(context.service.written.find, context.owner)
-    ids = await to_thread(body.encode, service.model, context.notices, True, rules, find_written)
+    model, notices, written = context.service.model, context.notices, 0
+    body.require_one_input()
+    if body.messages is None:
+        ids = await to_thread(body.encode, model, notices, True)
+    else:
+        prompt = await chat_input(context, body.chat(), RenderOptions(continue_final=False))
+        ids, written = tuple(prompt.ids), prompt.written_tokens
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
     alignment = body.alignment_options(context)
     report = await wrap_future(context.engine.explain(ids, context.owner, alignment))
-    return {**_reuse_entry(report, context.tokenizer), "prompt_rules": context.notices.rules}
+    entry = _reuse_entry(report, context.tokenizer)
+    return {**entry, "written": written, "prompt_rules": context.notices.rules}
 
 
 @router.get("/v1/prefix/misses")
