@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore
+    from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SUBCOMMANDS = {
     "list": LazyCommand("prefixes:list_", "List prompts, most recently used first."),
@@ -123,10 +125,11 @@ def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> d
     from kvkeep.storage.prefixes.block import read_tokens
 
     model = load_by_name(model_name, "bfloat16", "cpu", weights=None, progress=True)
-    model_digest = model.fingerprint.digest()[:32]  # the length that the prefix cache stores
+    # Of the length that the prefix cache stores.
+    model_digests = {fingerprint.digest()[:32] for fingerprint in _fingerprints(model)}
     beginnings = dict[str, str]()
     for prompt in prompts:
-        if prompt.model_digest == model_digest:
+        if prompt.model_digest in model_digests:
             text = " ".join(model.text.decode(read_tokens(Path(prompt.blocks[0].location))).split())
             if len(text) > _MAX_BEGINNING_CHARS:
                 text = f"{text[: _MAX_BEGINNING_CHARS - 3]}..."
@@ -211,8 +214,11 @@ def why(
     text = options.read_prompt(prompt, file)
     loaded = load_by_name(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids, prefix_store = loaded.text.encode(text, special), open_prefix_store()
-    num_stored, differs_at = prefix_store.differs_at(loaded.fingerprint, ids)
-    resumes_at = _resumable_tokens(loaded, prefix_store, ids[:num_stored])
+    num_stored, differs_at, fingerprint = max(
+        ((*prefix_store.differs_at(each, ids), each) for each in _fingerprints(loaded)),
+        key=lambda found: found[:2],
+    )
+    resumes_at = _resumable_tokens(loaded, prefix_store, fingerprint, ids[:num_stored])
     has_uncached_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
@@ -238,7 +244,17 @@ def why(
         click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_continuation(new_ids)}")
 
 
-def _resumable_tokens(model: "Model", prefix_store: "PrefixStore", ids: Sequence[int]) -> int:
+def _fingerprints(model: "Model") -> "list[Fingerprint]":
+    """Return the model's fingerprints in prefix caches: of `generate`, and of `batch`."""
+    from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
+
+    grid = StepGrid(DEFAULT_PREFILL_STEP, model.message_end_ids)
+    return [model.fingerprint, replace(model.fingerprint, steps=grid.name)]
+
+
+def _resumable_tokens(
+    model: "Model", prefix_store: "PrefixStore", fingerprint: "Fingerprint", ids: Sequence[int]
+) -> int:
     """Return after how many of a prompt's stored tokens a session can continue."""
     from kvkeep.session.stored_prefix import checkpoint_need
 
@@ -246,4 +262,4 @@ def _resumable_tokens(model: "Model", prefix_store: "PrefixStore", ids: Sequence
     if not memory.overwrites:
         return len(ids)
     need = checkpoint_need(memory)
-    return prefix_store.newest_checkpoint_end(model.fingerprint, ids, need)
+    return prefix_store.newest_checkpoint_end(fingerprint, ids, need)

@@ -22,7 +22,7 @@ from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
-from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
 from kvkeep.session.alignment import AlignmentOptions
@@ -287,7 +287,7 @@ class Engine(AbstractContextManager["Engine"]):
         # A store's cells were evaluated over unquantised cells: quantised sessions don't use it.
         if self._stores is None or session.bits != Bits():
             return session
-        store = StepAlignedCache(self._stores(owner), session.prefill_step)
+        store = StepAlignedCache(self._stores(owner), StepGrid.of(session))
         return self.model.session(store=store, **settings)
 
 

@@ -23,6 +23,7 @@ Activity = Literal["idle", "generating", "changing"]
 # Fields that a snapshot's notes hold, by their keys there, which are part of the file format.
 _NOTED_FIELDS = {
     "evaluated": "step_aligned_tokens",
+    "steps": "steps",
     "sampled": "sampled_length",
     "droppable": "droppable_tokens",
     "changed": "first_edit",
@@ -50,6 +51,8 @@ class SessionRecord:
     # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
     # them would get the same cells, to the bit.
     step_aligned_tokens: int = 0
+    steps: str = ""  # of the engine that evaluated it: see `StepGrid.name`
+    has_other_steps: bool = False  # than this engine's, so that no others reuse its cells
     sampled_length: int = 0  # tokens held when the newest one was sampled; 0 for none
     # How many of those a prompt may lack that continues the answer: an end token, for example.
     droppable_tokens: int = 0
@@ -108,6 +111,9 @@ class SessionRecord:
         self.revision = self.saved_revision = fields.get("revision", 0)
         for key, name in _NOTED_FIELDS.items():
             setattr(self, name, fields.get(key, getattr(self, name)))
+        self.steps = fields.get("steps", "")
+        if self.session is not None:
+            self.compare_steps()
 
     def derive_from(self, notes: Mapping[str, Any]) -> None:
         """Set the fields of a new session that begins with the snapshot of another session."""
@@ -117,6 +123,14 @@ class SessionRecord:
         self.droppable_tokens = fields.get("droppable", 0)
         self.first_edit = fields.get("changed", "")
         self.parent = fields.get("name")
+        self.steps = fields.get("steps", "")
+        self.compare_steps()
+
+    def compare_steps(self) -> None:
+        """Forget `step_aligned_tokens` that were evaluated in other steps than this engine's."""
+        own_steps = StepGrid.of(self.live).name
+        if self.steps != own_steps:
+            self.steps, self.step_aligned_tokens, self.has_other_steps = own_steps, 0, True
 
     def _restore_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keep the creator's values of a snapshot's notes; return the engine's fields."""

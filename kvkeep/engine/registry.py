@@ -19,6 +19,7 @@ from kvkeep.engine.session_files import (
     owner_folders,
     remove_orphaned_markers,
 )
+from kvkeep.engine.steps import StepGrid
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.memory import memory_bytes
@@ -121,6 +122,7 @@ class SessionRegistry:
         if self.get(name, owner):
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)
+        record.steps = StepGrid.of(session).name
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
         record.ephemeral = named and self.shares_snapshots
         self.reserve(record, 0)
@@ -258,6 +260,7 @@ class SessionRegistry:
         if record.session is None:
             assert record.file is not None
             record.session = self.restored(Snapshot.load(record.file.path))
+            record.compare_steps()
         return record.session
 
     def restored(self, snapshot: Snapshot) -> Session:

@@ -163,11 +163,12 @@ class StepAlignedCache:
     """A prefix store whose hits are truncated to the end of a prefill step.
 
     The rest of a prompt is then evaluated in the same steps as without a store. Hits end at common
-    multiples of the prefill step and the block size of the store (256 tokens).
+    multiples of the prefill step and the block size of the store (256 tokens). Prefixes that were
+    evaluated in other steps, as by an earlier version, are other prefixes.
     """
 
-    def __init__(self, store: PrefixCache, prefill_step: int):
-        self._store, self._prefill_step = store, prefill_step
+    def __init__(self, store: PrefixCache, grid: StepGrid):
+        self._store, self._prefill_step, self._steps = store, grid.prefill_step, grid.name
 
     def find(
         self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
@@ -175,6 +176,7 @@ class StepAlignedCache:
         """Find the longest stored prefix that ends at a step. Raises StoreError."""
         if need is not None:
             need = replace(need, step=math.lcm(need.step, self._prefill_step))
+        fingerprint = replace(fingerprint, steps=self._steps)
         match = self._store.find(fingerprint, tokens, need)
         block_count = len(match.blocks)
         while block_count * BLOCK_TOKENS % self._prefill_step:
@@ -191,6 +193,7 @@ class StepAlignedCache:
         kept_ends: Collection[int] = (),
     ) -> int:
         """Store all blocks; see `PrefixCache.add`. Raises StoreError."""
+        fingerprint = replace(fingerprint, steps=self._steps)
         return self._store.add(fingerprint, tokens, start, blocks, checkpoint, kept_ends)
 
 
@@ -287,7 +290,8 @@ def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason
     limit = min(limit, window + anchors)
     # The last step of a prompt is rarely whole; its tokens do not count as sampled ones.
     has_sampled_tokens = record.end_of_last_step(limit) > record.step_aligned_tokens
-    return min(limit, record.step_aligned_tokens), "sampled" if has_sampled_tokens else ""
+    reason: MissReason = "settings" if record.has_other_steps else "sampled"
+    return min(limit, record.step_aligned_tokens), reason if has_sampled_tokens else ""
 
 
 def _end_of_reuse(record: SessionRecord, max_tokens: int) -> int:

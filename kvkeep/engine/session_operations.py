@@ -203,6 +203,7 @@ class SessionOperations:
         fork.notes = dict(record.notes) if notes is None else notes
         fork.parent, fork.first_edit = record.name, record.first_edit
         fork.step_aligned_tokens = record.step_aligned_tokens
+        fork.has_other_steps = record.has_other_steps
         fork.sampled_length = record.sampled_length
         fork.droppable_tokens = record.droppable_tokens
         fork.lower_token_counts(len(record.live.tokens))

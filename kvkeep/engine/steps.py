@@ -42,6 +42,17 @@ class StepGrid:
         has_short_steps = step <= DEFAULT_PREFILL_STEP
         return cls(step, session.core.model.message_end_ids if has_short_steps else frozenset())
 
+    @property
+    def name(self) -> str:
+        """What the ends depend on beside the text; cells of other steps differ by rounding."""
+        step = self.prefill_step
+        if prefill_step_at(step, step * _FULL_SIZE_STEPS) != step:
+            step_name = f"{step} halved after {_FULL_SIZE_STEPS}"
+        else:
+            step_name = f"{step}"
+        ends = ",".join(map(str, sorted(self.message_ends)))
+        return f"{step_name}, messages of {MIN_MESSAGE_STEP} to {ends}" if ends else step_name
+
     def next_end(self, tokens: Sequence[int], start: int) -> int:
         """Return the first end after token `start`, which may be beyond the last token."""
         step = prefill_step_at(self.prefill_step, start)

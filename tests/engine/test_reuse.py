@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from engine.random_workload import World
-from engine.workload import Change, Create, Request, Result, Work
+from engine.workload import Change, Create, Fork, Request, Result, Work
 from packed_model import packed_model, spec_of
 from small_models import small_model
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
@@ -168,6 +169,50 @@ def test_a_prefix_store_hit_ends_at_a_step(tmp_path: Path, step: int, reused: in
     settings, request = {**FULL, "prefill_step": step}, Request(text(590), 4)
     answered(settings, [request], stores=tmp_path)
     assert require_alone(settings, [request], stores=tmp_path).reuse.tokens == reused
+
+
+@pytest.mark.parametrize("step", [128, 512])
+def test_what_was_stored_in_other_steps_is_not_reused(tmp_path: Path, step: int) -> None:
+    """Its cells differ by rounding. Nor is it lost for sessions that evaluate in these steps."""
+    settings, request = {**FULL, "prefill_step": 128}, Request(text(590), 4)
+    session = MODEL.session(**FULL, prefill_step=step, store=PrefixStore(tmp_path / "0"))
+    session.feed(request.prompt)  # in steps that end at multiples alone
+    answered({**FULL, "prefill_step": 64}, [request], stores=tmp_path)
+    assert require_alone(settings, [request], stores=tmp_path).reuse.tokens == 0
+    assert require_alone(settings, [request], stores=tmp_path).reuse.tokens == 512
+    store = PrefixStore(tmp_path / "0")
+    again = MODEL.session(**FULL, prefill_step=step, store=store).feed(request.prompt)
+    assert again.reused == 512
+
+
+@pytest.mark.parametrize("steps", ["128", "", None], ids=["others", "unknown", "missing"])
+def test_sessions_that_were_evaluated_in_other_steps_are_not_reused(
+    tmp_path: Path, steps: str | None
+) -> None:
+    """As those in files of an earlier version. The next turn resumes them all the same."""
+    settings = {**FULL, "prefill_step": 64}
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        Create("a", ()).do(engine)
+        (first,) = Request(text(300), 3, session="a").do(engine)
+        engine.snapshot("a", "s").result()
+    path = tmp_path / "0" / "a.kv"
+    path = path if path.exists() else next((tmp_path / "0").glob("a*"))
+    snapshot = Snapshot.load(path)
+    engine_notes = {k: v for k, v in snapshot.notes[ENGINE_NOTES_KEY].items() if k != "steps"}
+    if steps is not None:
+        engine_notes["steps"] = steps
+    replace(snapshot, notes={ENGINE_NOTES_KEY: engine_notes}).save(path)
+    other, next_turn = Request(text(280) + text(20, 11), 3), Request(first.tokens + text(9, 11), 3)
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        Fork("a", None, "b").do(engine)  # which loads it
+        (result,) = other.do(engine)
+        assert (result.reuse.tokens, result.reuse.reason) == (0, "settings")
+        (result,) = next_turn.do(engine)
+        assert (result.reuse.tokens, result.reuse.resumed) == (303, True)
+        snapshot = engine.load_snapshot("s")
+        engine.restore(snapshot, name="c").result()  # one of these steps
+        (result,) = replace(other, prompt=text(290) + text(20, 13)).do(engine)
+        assert result.reuse.tokens == 256
 
 
 def test_a_quantised_session_takes_no_unquantised_cells(tmp_path: Path) -> None:

@@ -33,10 +33,13 @@ class Fingerprint:
     tokenizer: str  # of its vocabulary
     dtype: str  # not a digest: the name of the cells' dtype
     layout: str  # not a digest: the numbers of layers and KV heads, and the width of a head
+    # Not a digest: the prefill steps in which an engine evaluates prompts, in its prefix caches.
+    steps: str = ""
     legacy_tokenizer: str = field(default="", repr=False, compare=False)  # as version 0.1 made it
 
     def to_dict(self) -> dict[str, str]:
-        return {name: value for name, value in vars(self).items() if name != "legacy_tokenizer"}
+        left_out = {"legacy_tokenizer"} if self.steps else {"legacy_tokenizer", "steps"}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def digest(self) -> str:
         """Return one hex digest of all saved fields."""
