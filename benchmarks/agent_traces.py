@@ -32,7 +32,7 @@ from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.chat.prompt_rules import select_rules
 from kvkeep.engine import Engine, Generation, GenerationRequest
-from kvkeep.engine.generation import Listener, RequestLike
+from kvkeep.engine.request import Listener, RequestLike
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid, prefill_step_at
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes

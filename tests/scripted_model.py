@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken
 
 from kvkeep.engine import Engine, Generation, GenerationRequest
-from kvkeep.engine.generation import Listener, RequestLike
+from kvkeep.engine.request import Listener, RequestLike
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes

@@ -4,11 +4,14 @@ import warnings
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.generation import (
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.operations import Operation, Totals
+from kvkeep.engine.pins import PinRequest, PrefixPin
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.request import (
     Failed,
     Finished,
     GeneratedToken,
-    Generation,
     GenerationEvent,
     GenerationRequest,
     PrefillProgress,
@@ -16,9 +19,6 @@ from kvkeep.engine.generation import (
     TokenLogprob,
     Usage,
 )
-from kvkeep.engine.operations import Operation, Totals
-from kvkeep.engine.pins import PinRequest, PrefixPin
-from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import Reuse, ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
 

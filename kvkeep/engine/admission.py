@@ -7,11 +7,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
 from kvkeep.engine.reuse import Reuse, ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument

@@ -13,12 +13,14 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.generation import Generation, GenerationRequest, Listener, RequestLike
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.pin_files import load_pins, save_pins
 from kvkeep.engine.record import SessionRecord, max_memory_bytes
-from kvkeep.engine.registry import SessionRegistry, SessionSaver
+from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
+from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations

@@ -1,11 +1,10 @@
-"""A generation: the request, its progress, and the events for its caller."""
+"""A generation: a request in progress."""
 
 import itertools
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Literal
@@ -13,19 +12,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvkeep import validation
-from kvkeep.engine.pins import PinRequest
 from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.request import (
+    EndReason,
+    Failed,
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    Listener,
+    PrefillProgress,
+    TokenLogprob,
+    Usage,
+)
 from kvkeep.engine.reuse import Reuse
 from kvkeep.engine.steps import StepGrid, prefill_step_at
-from kvkeep.errors import Cancelled, InvalidArgument
+from kvkeep.errors import Cancelled
 from kvkeep.session.aligning import AlignedFeeding
-from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.evaluation import step_end
 from kvkeep.session.feeding import Feeding
-from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
-from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
 
 # "waiting": until another generation has prefilled the prompt that they share.
@@ -33,131 +39,6 @@ Phase = Literal["waiting", "prefill", "decode", "done"]
 
 _MIN_LOGPROB = -9999.0
 _generation_numbers = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt to prefill and tokens to generate after it; either may be empty."""
-
-    prompt: tuple[int, ...] = ()  # token ids
-    max_tokens: int | None = None  # None for as many as the model gives
-    sampling: Sampling = GREEDY
-    ignore_eos: bool = False  # continue after an end token
-    logprobs: int | None = None  # likely tokens to report; 0: the generated one alone; None: none
-    priority: int = 0  # greater is sooner; a prompt that waits gains on those that came later
-    # As `logprobs`, for the prompt's tokens, in `PrefillProgress`. Nothing is reused then.
-    prompt_logprobs: int | None = None
-    end_tokens: tuple[int, ...] = ()  # beside the model's
-    # How a prompt without a session reuses cells; None for the engine's default.
-    alignment: AlignmentOptions | None = None
-    pins: tuple[PinRequest, ...] = ()  # of the session's first tokens, when it has ended
-    written_tokens: int = 0  # of the prompt, that were sampled for earlier requests; for `Usage`
-    # Called in the engine's thread when the generation has ended in any way, with the session, the
-    # number of prefilled prompt tokens, and the number of generated tokens.
-    on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        validation.optional_integer("max_tokens", self.max_tokens, 0)
-        validation.instance("sampling", self.sampling, Sampling)
-        validation.optional_integer("logprobs", self.logprobs, 0)
-        validation.optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
-        validation.integer("priority", self.priority)
-        if self.alignment is not None:
-            validation.instance("alignment", self.alignment, AlignmentOptions)
-        if not self.prompt and self.max_tokens == 0:
-            raise InvalidArgument("the request has neither a prompt nor tokens to generate")
-
-    @property
-    def cache_key(self) -> str:
-        """The client's name for the conversation, of its pins; "" for none."""
-        return next((pin.key for pin in self.pins if pin.key), "")
-
-
-# A request, or a function that returns it, called with the session's record at admission.
-RequestLike = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
-
-# "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
-# generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.
-EndReason = Literal["eos", "stop", "length", "full", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The tokens and the time that a generation took."""
-
-    prompt: int  # tokens
-    generated: int
-    reuse: Reuse
-    queue_seconds: float  # from submission to the first prefill step
-    prefill_seconds: float  # wall-clock time
-    decode_seconds: float
-    # At the end: tokens before the generated ones that the policy has evicted.
-    evicted: int = 0
-    prompt_written: int = 0  # tokens of the prompt that were sampled for earlier requests
-
-    @property
-    def evaluated(self) -> int:
-        """Prompt tokens that were not reused."""
-        return self.prompt - self.reuse.tokens
-
-    @property
-    def written(self) -> int:
-        """Deprecated: use `generated`."""
-        warnings.warn("use Usage.generated, not Usage.written", DeprecationWarning, stacklevel=2)
-        return self.generated
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """A prefill step is done."""
-
-    done: int  # prompt tokens, including those that were reused
-    total: int
-    reuse: Reuse
-    seconds: float  # since the request was submitted
-    scores: TokenScores | None = None  # of the step's tokens, if requested
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token and the natural log of its probability, before penalties and temperature."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True)
-class GeneratedToken:
-    """A token was generated."""
-
-    token: int
-    text: str  # "" while a stop string or a character may continue
-    logprob: TokenLogprob | None = None  # of the token itself, if requested
-    top_logprobs: Sequence[TokenLogprob] = ()  # of the most likely tokens, if requested
-    # The text, with the ids of control tokens (which have no text) in their places.
-    pieces: Sequence[str | int] = ()
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The generation is complete."""
-
-    reason: EndReason
-    text: str  # the rest, which was held back
-    usage: Usage
-    stop: str | None = None  # the stop string that ended it
-    end_token: GeneratedToken | None = None  # that ended it; it has no text
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The generation ended with an error; the session is as after its last generated token."""
-
-    error: BaseException
-
-
-GenerationEvent = PrefillProgress | GeneratedToken | Finished | Failed
-Listener = Callable[[GenerationEvent], None]
 
 
 class Generation(Iterator[GenerationEvent]):

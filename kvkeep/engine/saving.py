@@ -1,0 +1,83 @@
+"""Saving of an engine's sessions while it serves requests."""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.registry import SessionRegistry
+
+_log = logging.getLogger("kvkeep.engine")
+
+
+class SessionSaver:
+    """Saves sessions in other threads, one at a time. Called in the engine's thread."""
+
+    def __init__(self, registry: SessionRegistry, post: Callable[[Callable[[], None]], object]):
+        """post: runs a function in the engine's thread."""
+        self._registry, self._post = registry, post
+        # Uploads of snapshots must not delay an eviction, which waits for the registry's writer.
+        self._uploader = ThreadPoolExecutor(1, "kvkeep-snapshot")
+        self._pending_saves = 0
+
+    def save(self, record: SessionRecord) -> Future[int]:
+        """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
+        path, result = record.require_file().path, Future[int]()
+        snapshot, revision = self._registry.snapshot(record), record.revision
+        record.saving_revision = revision
+        self._pending_saves += 1
+
+        def write() -> None:
+            if not record.removed:
+                snapshot.save(path)
+            if record.removed:  # during the write; a new session of that name is saved later
+                path.unlink(missing_ok=True)
+
+        def on_written(writing: Future[None]) -> None:
+            error = writing.exception()
+            self._post(lambda: self._note_saved(record, revision, error))
+            result.set_result(revision) if error is None else result.set_exception(error)
+
+        self._registry.writer.submit(write).add_done_callback(on_written)
+        return result
+
+    def save_idle(self, seconds: float) -> None:
+        """Begin to save one changed session that has been idle for `seconds`, if there is one."""
+        if self._pending_saves:
+            return
+        idle_before = time.monotonic() - seconds
+        for record in self._registry:
+            has_unsaved = record.dirty and record.saving_revision != record.revision
+            is_idle = not record.busy and record.last_used < idle_before
+            if has_unsaved and is_idle and record.file is not None:
+                self.save(record)
+                return
+
+    def snapshot(self, record: SessionRecord, label: str) -> Future[int]:
+        """Write a snapshot of a session under a label; the result is its size in bytes."""
+        path = self._registry.snapshots_of(record.owner).path(label)
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return self._uploader.submit(self._registry.snapshot(record).save, path)
+
+    def save_all(self) -> None:
+        """Save all changes, after the saves in progress."""
+        for record in self._registry:
+            if record.dirty and record.file is not None:
+                try:
+                    self._registry.save(record)
+                except Exception as error:
+                    _log.error("session %r could not be saved: %s", record.name, error)
+        self._registry.writer.shutdown()
+        self._uploader.shutdown()
+
+    def _note_saved(
+        self, record: SessionRecord, revision: int, error: BaseException | None
+    ) -> None:
+        self._pending_saves -= 1
+        if error is None:
+            record.mark_saved(revision)
+        else:  # tried again when it has changed, or when it is evicted
+            _log.error("session %r could not be saved: %s", record.name, error)
