@@ -5,11 +5,14 @@ A history is a setting and a list of actions. The same history gives the same se
 
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
-from kvkeep import Sampling
+from kvkeep import Calibration, Sampling
 from kvkeep.compression.methods.base import Budget
+from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import KvkeepError
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
@@ -126,7 +129,24 @@ def _insert(session: Session, relative_position: float, count: int) -> None:
 
 
 def _compress(session: Session, budget: Budget) -> None:
-    session.compress(2.0, "keydiff" if budget == "heads" else "fitted", recent=16, budget=budget)
+    """Compress uniformly, or by heads with residual cells."""
+    if budget == "uniform":
+        session.compress(2.0, "fitted", recent=16, budget=budget)
+        return
+    calibration = random_calibration(session.core.model)
+    session.compress(2.0, "kvzap", recent=16, calibration=calibration)
+
+
+def random_calibration(model: LoadedModel) -> Calibration:
+    """Return a calibration that measured nothing: its surrogate gives each cell a random score."""
+    random, layout = torch.Generator().manual_seed(0), model.decoder.new_cache().layout
+    shape, width = (layout.layers, layout.kv_heads), layout.head_dim
+    weights = torch.randn(*shape, 2 * width + 1, generator=random)
+    mean = torch.zeros(*shape, width)
+    statistics = Statistics(
+        mean, torch.diag_embed(mean + 1), torch.full(shape, 0.9), Surrogate.from_weights(weights)
+    )
+    return Calibration(statistics, model.fingerprint.to_dict(), model.name, 1)
 
 
 _ACTIONS_BY_NAME: dict[str, Any] = {

@@ -27,6 +27,8 @@ class RaggedCells(Cells):
     serials: `[length]`, all `NO_TOKEN`.
     counts: `[layers, kv_heads]` int64 on the CPU, the number of cells of each head.
     scores: `[total]` float32, for an eviction method that scores each cell once; else None.
+    residual: `[total]` bool on the CPU, which cells are residual: each stands for a cluster of
+        evicted cells, whose number is in its bias. None: no cell.
 
     With two layers of two heads that have 3, 0, 4 and 2 cells, a total of 9:
 
@@ -36,6 +38,7 @@ class RaggedCells(Cells):
 
     counts: Tensor = field(default_factory=_ZERO.clone)
     scores: Tensor | None = None
+    residual: Tensor | None = None
 
     @classmethod
     def from_cells(cls, cells: Cells) -> "RaggedCells":
@@ -67,7 +70,8 @@ class RaggedCells(Cells):
 
     def clone(self) -> "RaggedCells":
         scores = None if self.scores is None else self.scores.clone()
-        return self._from_parts([self], torch.clone, self.counts, scores)
+        residual = None if self.residual is None else self.residual.clone()
+        return self._from_parts([self], torch.clone, self.counts, scores, residual)
 
     @classmethod
     def _concatenate(cls, parts: Sequence[Cells]) -> "RaggedCells":
@@ -90,7 +94,10 @@ class RaggedCells(Cells):
         counts = head_indices.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
         part_scores = [part.scores for part in parts if part.scores is not None]
         scores = _gather(*part_scores, indices=indices) if len(part_scores) == len(parts) else None
-        return cls._from_parts(parts, partial(_gather, indices=indices), counts, scores)
+        residual = None
+        if any(part.residual is not None for part in parts):
+            residual = _gather(*(part.residual_mask for part in parts), indices=indices)
+        return cls._from_parts(parts, partial(_gather, indices=indices), counts, scores, residual)
 
     @classmethod
     def _from_parts(
@@ -99,6 +106,7 @@ class RaggedCells(Cells):
         to_row: Callable[..., Tensor],
         counts: Tensor,
         scores: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> "RaggedCells":
         """Return the cells of compressed parts in one row.
 
@@ -112,12 +120,26 @@ class RaggedCells(Cells):
             to_row(*(part.bias for part in parts if part.bias is not None)),
             counts,
             scores,
+            residual,
         )
 
     @property
     def total(self) -> int:
         """Number of cells over all layers and heads."""
         return self.positions.shape[0]
+
+    @property
+    def residual_mask(self) -> Tensor:
+        """`[total]` bool on the CPU: which cells are residual."""
+        if self.residual is None:
+            return torch.zeros(self.total, dtype=torch.bool, device="cpu")
+        return self.residual
+
+    @property
+    def residual_counts(self) -> Tensor:
+        """`[layers, kv_heads]` int64: how many of each head's cells are residual."""
+        marked = self.head_indices[self.residual_mask]
+        return marked.bincount(minlength=self.counts.numel()).view_as(self.counts)
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -222,8 +244,8 @@ class RaggedCells(Cells):
         return replace(moved, scores=self.scores.to(device))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        scores = () if self.scores is None else (self.scores,)
-        return (*super().tensors(), self.counts, *scores)
+        optional = (tensor for tensor in (self.scores, self.residual) if tensor is not None)
+        return (*super().tensors(), self.counts, *optional)
 
 
 def _select(x: Tensor, mask: Tensor) -> Tensor:

@@ -137,6 +137,8 @@ def check_cells(cells: Cells, layout: Layout, count: int) -> None:
         require_tensor("bias", cells.bias, torch.float32, *position_shape)
     if isinstance(cells, RaggedCells) and cells.scores is not None:
         require_tensor("scores", cells.scores, torch.float32, *position_shape)
+    if isinstance(cells, RaggedCells) and cells.residual is not None:
+        require_tensor("residual", cells.residual, torch.bool, *position_shape)
 
 
 def _checked_total(cells: RaggedCells, head_shape: tuple[int, int], count: int) -> int:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 # Listed here because the modules that define them import torch, which would slow down --help.
 METHOD_NAMES = (
     *("fitted", "random", "knorm", "keydiff", "expected_attention", "snapkv", "h2o", "tova"),
-    *("average", "sum", "pick_heads", "kvzip", "kvzip+", "kvzap"),
+    *("average", "sum", "pick_heads", "kvzip", "kvzip-exact", "kvzip+"),
+    *("kvzap", "kvzap-exact"),
 )
 BEST_METHOD = METHOD_NAMES[0]
-UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if name != "kvzap")
+UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if not name.startswith("kvzap"))
 BUDGET_NAMES = ("heads", "uniform")  # cells go to the heads that need them; or equally many each
 UNCALIBRATED_ARCHIVE_HINT = (
     "the archive was compressed without a calibration; with one, far more facts of the text stay "

@@ -46,7 +46,15 @@ def memory_map(session: "Session", width: int | None = None, ascii_only: bool | 
 
 def _overwritten_lines(use: "MemoryUse") -> list[str]:
     parts = {"windows": use.windows, "states": use.states, "checkpoints": use.checkpoints}
-    return overwritten_lines(parts, use.checkpoint_ends, use.rewind_evaluates)
+    lines = overwritten_lines(parts, use.checkpoint_ends, use.rewind_evaluates)
+    return [*residual_lines(use.residual_cells), *lines]
+
+
+def residual_lines(count: int) -> list[str]:
+    """Return a line about residual cells, if there are any. count: of all layers and KV heads."""
+    if not count:
+        return []
+    return [f"  {plural(count, 'residual cell')} over all heads, each the mean of evicted ones"]
 
 
 def overwritten_lines(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, takewhile
+from itertools import takewhile
 from typing import TypeAlias
 
 import torch
@@ -17,16 +17,18 @@ from kvkeep.compression.methods.apply import (
     check_budget,
     compress,
     compress_across_heads,
+    split_quota,
 )
 from kvkeep.compression.methods.base import Budget, Candidates, Eviction, Method
 from kvkeep.compression.methods.kvzip import KVzap, KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
+from kvkeep.compression.methods.residual import FitContext
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.evaluation import evaluate_all, reevaluate_last
 from kvkeep.session.memory import Memory
-from kvkeep.session.reconstruction import cell_tokens, reconstruction_scores
+from kvkeep.session.reconstruction import QuerySample, cell_tokens, reconstruction_scores
 
 SINK_CELLS = 4  # first cells, which always stay: attention sinks
 RECENT_CELLS = 64  # newest cells that stay unchanged with budget "uniform"
@@ -159,9 +161,31 @@ _PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     """Plan to compress each run by the plan's method and budget."""
     runs, remaining_cells = _split_into_runs(memory, plan)
-    compress_runs = _compress_across_heads if plan.effective_budget == "heads" else _compress_evenly
-    results = compress_runs(_candidates(memory, plan, runs), remaining_cells, plan)
-    return plan.effective_budget, runs, results
+    budget = plan.effective_budget
+    sample = None
+    if plan.method.residual and plan.method.reconstruction_kind and budget == "heads":
+        sample = QuerySample(memory.cache.cells)
+    candidates = _candidates(memory, plan, runs, sample)
+    if budget == "uniform":
+        return budget, runs, _compress_evenly(candidates, remaining_cells, plan)
+    context = None
+    if sample is not None:  # all cells are seen by the queries that residual cells are fitted to
+        queries = sample.queries(memory.cache.time)
+        changed, unchanged = ([run for run in runs if run[1] is flag] for flag in (False, True))
+        candidates = _with_queries(candidates, changed, queries)
+        others = [_unscored_candidates(memory, plan, run) for run in unchanged]
+        context = FitContext(memory.cache.attention, _with_queries(others, unchanged, queries))
+    return budget, runs, _compress_across_heads(candidates, remaining_cells, plan, context)
+
+
+def _with_queries(
+    candidates: Sequence[Candidates], runs: Sequence[_Run], queries: Queries
+) -> list[Candidates]:
+    """Return the candidates of runs with queries as they are seen from there."""
+    return [
+        replace(each, queries=queries.seen_from(segment.position_map))
+        for each, (segment, *_) in zip(candidates, runs, strict=True)
+    ]
 
 
 def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
@@ -183,7 +207,7 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     remaining_repeats = remaining_cells - sum(int((~mask).sum()) for mask in masks)
     if remaining_repeats < remaining_cells * MIN_REPEAT_SHARE:
         return None
-    quotas = _split_quota([int(mask.sum()) for mask in masks], remaining_repeats)
+    quotas = split_quota([int(mask.sum()) for mask in masks], remaining_repeats)
     to_compress = [run for run in runs if not run[1]]
     results = (
         _compress_repeats(memory, plan, run, mask, quota)
@@ -222,8 +246,13 @@ def _split_into_runs(
     return runs, remaining_cells
 
 
-def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
-    """Return the cells of each run to compress, with queries and scores that the method uses."""
+def _candidates(
+    memory: Memory, plan: CompressionPlan, runs: Sequence[_Run], sample: QuerySample | None
+) -> list[Candidates]:
+    """Return the cells of each run to compress, with queries and scores that the method uses.
+
+    sample: records queries of the repeated text.
+    """
     method = plan.method
     queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
@@ -232,7 +261,7 @@ def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> 
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         num_scored = scored.cache.cells - sum(count for _, _, _, count in newest_runs)
         scores = reconstruction_scores(
-            scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind
+            scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind, sample
         )
     candidates = []
     for run in runs:
@@ -276,7 +305,7 @@ def _compress_evenly(
     candidates_by_run: list[Candidates], remaining_cells: int, plan: CompressionPlan
 ) -> Iterator[_RunResult]:
     """Compress each run by the same ratio, in each KV head, to `remaining_cells` in all."""
-    quotas = _split_quota([len(run) for run in candidates_by_run], remaining_cells)
+    quotas = split_quota([len(run) for run in candidates_by_run], remaining_cells)
     for candidates, quota in zip(candidates_by_run, quotas, strict=True):
         run_cells, chunks = list[Cells](), list[Compression]()
         for cells, chunk in compress(plan.method, candidates, min(quota, len(candidates))):
@@ -287,26 +316,19 @@ def _compress_evenly(
 
 
 def _compress_across_heads(
-    candidates_by_run: list[Candidates], remaining_cells: int, plan: CompressionPlan
+    candidates_by_run: list[Candidates],
+    remaining_cells: int,
+    plan: CompressionPlan,
+    context: FitContext | None,
 ) -> Iterator[_RunResult]:
     """Keep the cells with the highest scores over all runs, layers and KV heads."""
     assert isinstance(plan.method, Eviction)
     runs = candidates_by_run
     for cells, chunk in compress_across_heads(
-        plan.method, runs, remaining_cells, plan.keeps_scores
+        plan.method, runs, remaining_cells, plan.keeps_scores, context
     ):
         _report_progress(plan, chunk.cells_before)
         yield [cells], [chunk]
-
-
-def _split_quota(counts: Sequence[int], quota: int) -> list[int]:
-    """Split a quota in proportion to counts, rounded so that the sum is exact.
-
-    A quota of 5 over counts of 3, 3 and 4 gives 1, 2 and 2.
-    """
-    count_ends = list(accumulate(counts, initial=0))
-    quota_ends = [quota * end // max(1, count_ends[-1]) for end in count_ends]
-    return [end - start for start, end in pairwise(quota_ends)]
 
 
 def _report_progress(plan: CompressionPlan, cells: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvkeep.cache import RaggedCells
 from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.session.memory import Memory
 
@@ -13,7 +14,8 @@ class MemoryUse:
     cells: of the layers that see all tokens. windows: of local layers. states: of layers that keep
     a state. checkpoints: what these take beyond the session's own windows and states.
     checkpoint_ends: after which tokens they are. rewind_evaluates: how many tokens `rewind(1)`
-    evaluates again; 0 if it removes the only token, None if it is refused.
+    evaluates again; 0 if it removes the only token, None if it is refused. residual_cells: how many
+    cells of all layers and KV heads stand for clusters of evicted ones.
     """
 
     cells: int
@@ -22,6 +24,7 @@ class MemoryUse:
     checkpoints: int
     checkpoint_ends: tuple[int, ...]
     rewind_evaluates: int | None
+    residual_cells: int
 
 
 def memory_use(memory: Memory) -> MemoryUse:
@@ -32,7 +35,9 @@ def memory_use(memory: Memory) -> MemoryUse:
     states = sum(state.nbytes for state in cache.recurrent_states.values())
     checkpoints = memory.nbytes - cells - windows - states
     ends = tuple(each.num_tokens for each in memory.checkpoints.entries)
-    return MemoryUse(cells, windows, states, checkpoints, ends, evaluated_by_rewind(memory, 1))
+    rewound, ragged = evaluated_by_rewind(memory, 1), (s.block.slots for s in cache.segments)
+    residual = sum(int(x.residual_mask.sum()) for x in ragged if isinstance(x, RaggedCells))
+    return MemoryUse(cells, windows, states, checkpoints, ends, rewound, residual)
 
 
 def evaluated_by_rewind(memory: Memory, count: int) -> int | None:

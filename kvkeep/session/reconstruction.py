@@ -16,12 +16,13 @@ The score of d is the larger one. Without the overlap a fact that lies across tw
 its end is easy to predict after its beginning, but nothing leads to it from the chunk's start.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, KVCache, Segment
+from kvkeep.cache import NO_TOKEN, KVCache, Queries, Segment
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import ChunkStep
 from kvkeep.compression.methods.base import ReconstructionScore
@@ -33,9 +34,34 @@ from kvkeep.session.memory import Memory
 
 STEP_TOKENS = 512  # tokens evaluated at a time: the prompt and a chunk
 OVERLAP_TOKENS = 24  # tokens of a chunk that begin the next one, too
+MAX_SAMPLE = 128  # queries that a sample has
 QUOTED_TOKENS = 8  # tokens before a chunk that the prompt quotes
 FIRST_PROMPT = "\n\nRepeat the previous context exactly.\n\n"
 LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+class QuerySample:
+    """Queries of evenly spaced tokens, at most `MAX_SAMPLE` of so many as are announced.
+
+    total: how many queries are going to be added.
+    """
+
+    def __init__(self, total: int):
+        self._stride = max(1, math.ceil(total / MAX_SAMPLE))
+        self._seen, self._parts = 0, list[Tensor]()
+
+    def add(self, queries: Tensor) -> None:
+        """Record every n-th of the queries `[layers, n, heads, head_dim]`."""
+        first = -self._seen % self._stride
+        self._parts.append(queries[:, first :: self._stride].clone())
+        self._seen += queries.shape[1]
+
+    def queries(self, first_time: int) -> Queries:
+        """Return the recorded queries, as if of tokens from `first_time` on."""
+        vectors = torch.cat(self._parts, 1).transpose(1, 2)
+        count = vectors.shape[2]
+        times = torch.arange(first_time, first_time + count, dtype=torch.int64, device="cpu")
+        return Queries(vectors, times)
 
 
 @torch.inference_mode()
@@ -45,6 +71,7 @@ def reconstruction_scores(
     progress: Callable[[int], None] | None = None,
     max_cells: int | None = None,
     kind: ReconstructionScore = "attention",
+    sample: QuerySample | None = None,
 ) -> Tensor:
     """Return the log of the largest score of each cell, `[layers, kv_heads, n]` float32.
 
@@ -58,6 +85,7 @@ def reconstruction_scores(
         max_cells: score this many of the oldest cells only; None for all.
         kind: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
             the norm of the projected value, over that of the query's token in the residual stream.
+        sample: records some of the queries of the repeated text.
 
     Raises InvalidArgument, before anything is evaluated, if some cells were compressed before.
     """
@@ -74,7 +102,9 @@ def reconstruction_scores(
         prompt = _repeat_prompt(ids, start, codec)
         chunk = ids[start : start + max(STEP_TOKENS - len(prompt), STEP_TOKENS // 2)]
         overlap = scored_count - start
-        chunk_scores = _score_chunk(memory, prompt, chunk, start, kind)
+        chunk_scores, queries = _score_chunk(memory, prompt, chunk, start, kind)
+        if sample is not None:
+            sample.add(queries[:, overlap:])
         if overlap:
             maximum = torch.maximum(scores[-1][..., -overlap:], chunk_scores[..., :overlap])
             scores[-1] = torch.cat((scores[-1][..., :-overlap], maximum), -1)
@@ -104,8 +134,11 @@ def _repeat_prompt(ids: list[int], start: int, codec: TextCodec) -> list[int]:
 
 def _score_chunk(
     memory: Memory, prompt: list[int], chunk: list[int], start: int, kind: ReconstructionScore
-) -> Tensor:
-    """Return the scores of the cells of a chunk that begins at `start`, `[layers, kv_heads, m]`."""
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of the cells of a chunk that begins at `start`, `[layers, kv_heads, m]`.
+
+    Also the queries of its tokens, `[layers, m, heads, head_dim]`, before rotation.
+    """
     prefix = memory.cache.fork()
     if not memory.decoder.spec.keeps_states:
         prefix.drop_newest(prefix.cells - start - len(chunk))
@@ -135,7 +168,7 @@ def _score_chunk(
         head_scores = _largest_log_weights(keys, rotated, log_sums, step.attention.scale)
         head_scores += memory.decoder.value_norms(cells.values).log()
         scores.append(head_scores.view(len(keys), -1, group_size, len(cells)).amax(2))
-    return torch.cat(scores, -1)
+    return torch.cat(scores, -1), step.queries[:, len(prompt) :]
 
 
 def _evaluate(

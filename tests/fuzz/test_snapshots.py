@@ -54,6 +54,13 @@ def ragged() -> Session:
     return session
 
 
+def with_residual_cells() -> Session:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:60])
+    session.compress(3, "kvzip", recent=8)
+    return session
+
+
 def archived_by_heads() -> Session:
     session = MODEL.session(40, 4, "archive", method="knorm", budget="heads", window=12)
     session.feed(TEXT[:80])
@@ -87,6 +94,7 @@ SESSIONS: dict[str, Callable[[], Session]] = {
         compressed,
         grouped,
         ragged,
+        with_residual_cells,
         archived_by_heads,
         with_windows,
         with_states,

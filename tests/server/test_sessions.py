@@ -134,6 +134,21 @@ def test_compress_changes_the_cells_of_each_head(client: httpx.Client) -> None:
     assert "compressed" in {run["standing"] for run in runs}
 
 
+def test_residual_cells_are_shown_as_such(client: httpx.Client) -> None:
+    name = create(client, policy="full", max_kv_size=1024)
+    post_action(client, name, "feed", text=TEXT[:1500])
+    path = f"/v1/sessions/{name}"
+    assert client.get(f"{path}/memory").json()["residual_cells"] == 0
+    post_action(client, name, "compress", ratio=4, method="kvzip")
+    counts = client.get(f"{path}/heads").json()
+    residual = sum(map(sum, counts["residual"]))
+    assert client.get(f"{path}/memory").json()["residual_cells"] == residual > 0
+    head = client.get(f"{path}/heads", params={"layer": 1, "head": 0}).json()
+    assert len(head["residual"]) == counts["residual"][1][0]
+    assert set(head["residual"]) <= set(head["positions"])
+    assert "compressed" in {run["standing"] for run in client.get(f"{path}/memory").json()["runs"]}
+
+
 def test_a_change_for_another_revision_or_a_busy_session_is_refused(
     client: httpx.Client, server: RunningServer
 ) -> None:

@@ -179,6 +179,12 @@ def ragged(model: Model) -> dict[str, Callable[[Sampling], Session]]:
         session.compress(2.0, "knorm", recent=8, budget="heads")
         return feed_and_generate(session, TEXT[:20], sampling)
 
+    def residual(sampling: Sampling) -> Session:
+        session = model.session(256, policy="full", prefill_step=32, far_bits="8")
+        session.feed(TEXT)
+        session.compress(2.0, "kvzip", recent=8)
+        return feed_and_generate(session, TEXT[:20], sampling)
+
     def compress_again(session: Session, **kind: Any) -> Session:
         session.compress(2.0, "knorm", recent=8, **kind)
         return session
@@ -193,6 +199,8 @@ def ragged(model: Model) -> dict[str, Callable[[Sampling], Session]]:
         "once": lambda sampling: fed(sampling),
         "twice": lambda sampling: compress_again(fed(sampling), budget="heads"),
         "then-uniform": lambda sampling: compress_again(fed(sampling), budget="uniform"),
+        "residual": lambda sampling: residual(sampling),
+        "residual-edited": lambda sampling: edit(residual(sampling), len(TEXT)),
         "edited": lambda sampling: edit(fed(sampling), len(TEXT)),
         "forked": lambda sampling: feed_and_generate(fed(sampling).fork(), TEXT[:9], sampling),
         "parent-continued": lambda sampling: continue_beside_a_fork(fed(sampling), sampling),

@@ -2,6 +2,7 @@
 
 `golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
 `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`, and
+`golden-residual.kvkeep`, by format 8, likewise with `residual()`,
 `golden-windows.kvkeep` and `golden-states.kvkeep`, by format 7, likewise with `checkpoints()`,
 and `golden-prefix-checkpoint.kvcheckpoint` with `prefix_checkpoint(folder)`.
 Do not write them again: they prove that later versions still read old files.
@@ -66,6 +67,17 @@ def ragged() -> None:
     for _ in range(3):
         session.next_token()
     print(session.snapshot().save(PATH.with_name("golden-ragged.kvkeep")), "bytes")
+    sampling = Sampling(0.8, seed=5)
+    print("next:", [session.next_token(sampling) for _ in range(12)])
+
+
+def residual() -> None:
+    """Write a snapshot with residual cells, in 8 bits."""
+    session = golden_model().session(policy="full", kv_bits="8")
+    session.feed(TEXT)
+    session.pin(30, 34)
+    session.compress(2.5, "kvzip", recent=10)
+    print(session.snapshot().save(PATH.with_name("golden-residual.kvkeep")), "bytes")
     sampling = Sampling(0.8, seed=5)
     print("next:", [session.next_token(sampling) for _ in range(12)])
 

@@ -51,6 +51,13 @@ def compressed_by_heads_quantised() -> Session:
     return session
 
 
+def compressed_with_residual_cells() -> Session:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT)
+    session.compress(2.0, "kvzip", recent=8)
+    return session
+
+
 def archive_by_heads(tokens: list[int] = TEXT, method: str = "knorm") -> Session:
     policy = make_policy(
         "archive", 48, keep=4, window=16, block=8, span=200, method=method, budget="heads"
@@ -81,6 +88,7 @@ def path(tmp_path: Path) -> Path:
         (compressed_by_half, "2"),
         (compressed_by_heads, "3"),
         (compressed_by_heads_quantised, "3"),
+        (compressed_with_residual_cells, "8"),
         (archive_by_heads, "4"),
         (
             lambda: archive_by_heads(method="keydiff"),
@@ -95,6 +103,7 @@ def path(tmp_path: Path) -> Path:
         "compressed uniformly",
         "compressed by heads",
         "compressed by heads, quantised",
+        "residual cells",
         "archive by heads",
         "archive by heads without scores",
         "archive by heads before compression",
@@ -327,3 +336,22 @@ def test_ragged_tensors_of_a_wrong_shape_are_refused(
     write_container(ragged, "snapshot", 3, content.document, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(ragged)
+
+
+def test_residual_cells_are_marked_and_a_bad_mark_is_refused(tmp_path: Path) -> None:
+    session, path = compressed_with_residual_cells(), tmp_path / "a.kvkeep"
+    session.snapshot().save(path)
+    (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
+    assert isinstance(cells, RaggedCells)
+    content = read_container(path, "snapshot", 8)
+    assert [entry.get("residual") for entry in content.document["segments"]] == [None, True, None]
+    marks = content.tensors["segment.1.residual"]
+    assert marks.dtype == torch.uint8
+    assert torch.equal(marks.bool(), cells.residual_mask)
+    assert 0 < int(marks.sum()) < cells.total
+    restored = MODEL.restore(Snapshot.load(path))
+    assert not list(differences(whole_state(session), whole_state(restored)))
+    marks[-1] = 2
+    write_container(path, "snapshot", 8, content.document, content.tensors)
+    with pytest.raises(CorruptFile, match="residual must be 0 to 1"):
+        MODEL.restore(Snapshot.load(path))

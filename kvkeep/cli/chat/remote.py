@@ -14,7 +14,7 @@ from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryOptions
-from kvkeep.cli.memory_map import draw_map, overwritten_lines, status_line
+from kvkeep.cli.memory_map import draw_map, overwritten_lines, residual_lines, status_line
 from kvkeep.cli.options import is_given
 from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
@@ -234,7 +234,8 @@ class RemoteChat(ChatLoop):
         description = f"{_cells_text(memory)}; policy {memory['policy']}"
         parts, ends = memory.get("bytes_by_part", {}), memory.get("checkpoints", [])
         lines = overwritten_lines(parts, ends, memory.get("rewind_evaluates"))
-        return "\n".join([*draw_map(_token_statuses(memory)), *lines, description])
+        residual = residual_lines(memory.get("residual_cells", 0))
+        return "\n".join([*draw_map(_token_statuses(memory)), *residual, *lines, description])
 
     def compact(self, target: float) -> str:
         session = self._session

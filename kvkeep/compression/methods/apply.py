@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from kvkeep.compression.methods.base import (
     Eviction,
     Method,
 )
+from kvkeep.compression.methods.residual import FitContext, residual_cells, residual_count
 from kvkeep.errors import InvalidArgument
 
 CHUNK_CELLS = 512  # cells that a method compares with each other
@@ -61,23 +63,37 @@ def compress(
 
 
 def compress_across_heads(
-    method: Eviction, runs: Sequence[Candidates], count: int, keeps_scores: bool = False
+    method: Eviction,
+    runs: Sequence[Candidates],
+    count: int,
+    keeps_scores: bool = False,
+    context: FitContext | None = None,
 ) -> Iterator[tuple[RaggedCells, Compression]]:
     """Keep the highest scored cells over all runs, layers and KV heads.
 
-    runs: one per segment. count: mean number of remaining cells per layer and KV head, in all runs.
-    keeps_scores: whether the remaining cells have their scores.
+    runs: one per segment. count: mean number of remaining cells per layer and KV head, in all runs,
+    residual ones included. keeps_scores: whether the remaining cells have their scores. context:
+    what residual cells are fitted by.
     """
     start_seconds = time.perf_counter()
-    num_heads = math.prod(runs[0].layers_and_heads)
-    scores = [score(method, candidates) for candidates in runs]
-    masks = top_score_masks(scores, count * num_heads)
-    seconds_per_cell = (time.perf_counter() - start_seconds) / sum(map(len, runs))
+    num_heads, num_cells = math.prod(runs[0].layers_and_heads), sum(map(len, runs))
+    num_residual = _num_residual(method, count, num_cells)
+    scores = [_score_exact(method, candidates) for candidates in runs]
+    masks = top_score_masks(scores, (count - num_residual) * num_heads)
+    parts: list[list[RaggedCells]] = []
     for candidates, mask, run_scores in zip(runs, masks, scores, strict=True):
-        cells, cells_before = RaggedCells.select_from(candidates.cells, mask), len(candidates)
-        if keeps_scores:
-            cells = replace(cells, scores=run_scores[mask])
-        yield cells, Compression(cells_before, len(cells), 0.0, seconds_per_cell * cells_before)
+        cells = RaggedCells.select_from(candidates.cells, mask)
+        parts.append([replace(cells, scores=run_scores[mask]) if keeps_scores else cells])
+    if num_residual:
+        quotas = split_quota([len(run) for run in runs], num_residual)
+        for run_parts, cells in zip(
+            parts, residual_cells(runs, masks, quotas, context), strict=True
+        ):
+            run_parts.append(_scored_zero(cells) if keeps_scores else cells)
+    seconds_per_cell = (time.perf_counter() - start_seconds) / num_cells
+    for candidates, run_parts in zip(runs, parts, strict=True):
+        joined, cells_before = _join(run_parts), len(candidates)
+        yield joined, Compression(cells_before, len(joined), 0.0, seconds_per_cell * cells_before)
 
 
 def compress_and_join(
@@ -94,21 +110,42 @@ def compress_and_join(
         joined = Cells.concatenate(parts)
         assert isinstance(joined, RaggedCells)
         parts = [joined]
-    scores = [score(method, replace(runs[0], cells=part)) for part in parts]
-    cells = RaggedCells.select_and_concatenate(parts, top_score_masks(scores, count * num_heads))
+    candidates = [replace(runs[0], cells=part) for part in parts]
+    num_residual = _num_residual(method, count, sum(map(len, runs)))
+    scores = [_score_exact(method, each) for each in candidates]
+    masks = top_score_masks(scores, (count - num_residual) * num_heads)
+    cells = RaggedCells.select_and_concatenate(parts, masks)
+    if num_residual:
+        evicted = RaggedCells.select_and_concatenate(parts, [~mask for mask in masks])
+        nothing = torch.zeros(evicted.total, dtype=torch.bool, device=evicted.keys.device)
+        run = replace(runs[0], cells=evicted, queries=None)
+        (residual,) = residual_cells([run], [nothing], [num_residual])
+        cells = _join([cells, residual if cells.scores is None else _scored_zero(residual)])
     seconds = time.perf_counter() - start_seconds
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
+
+
+def split_quota(counts: Sequence[int], quota: int) -> list[int]:
+    """Split a quota in proportion to counts, rounded so that the sum is exact.
+
+    A quota of 5 over counts of 3, 3 and 4 gives 1, 2 and 2.
+    """
+    count_ends = list(accumulate(counts, initial=0))
+    quota_ends = [quota * end // max(1, count_ends[-1]) for end in count_ends]
+    return [end - start for start, end in pairwise(quota_ends)]
 
 
 def top_score_masks(scores: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return bool masks of the `count` highest scores over all runs, layers and KV heads.
 
     scores: one tensor of any shape per run; the masks have the same shapes. If there are fewer than
-    `count` scores (the length of ragged cells is rounded up), all are selected.
+    `count` scores (the length of ragged cells is rounded up), all are selected, except
+    those of -inf.
     """
     flat = torch.cat([run_scores.flatten() for run_scores in scores])
     selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     selected[flat.topk(min(count, len(flat)), sorted=False).indices] = True
+    selected &= flat > -math.inf
     parts = torch.split(selected, [run_scores.numel() for run_scores in scores])
     return [part.view(run_scores.shape) for part, run_scores in zip(parts, scores, strict=True)]
 
@@ -152,6 +189,31 @@ def _ragged_with_scores(method: Eviction, run: Candidates) -> RaggedCells:
     if cells.scores is None and isinstance(method, CellwiseEviction):
         return replace(cells, scores=method.cell_score(run).flatten())
     return cells
+
+
+def _num_residual(method: Eviction, count: int, num_cells: int) -> int:
+    """Return how many of `count` remaining cells per KV head are residual."""
+    return residual_count(count) if method.residual and count < num_cells else 0
+
+
+def _score_exact(method: Eviction, candidates: Candidates) -> Tensor:
+    """Return scores; -inf for residual cells, which become part of new ones."""
+    scores, cells = score(method, candidates), candidates.cells
+    if not method.residual or not isinstance(cells, RaggedCells) or cells.residual is None:
+        return scores
+    return scores.masked_fill(cells.residual.to(scores.device), -math.inf)
+
+
+def _scored_zero(cells: RaggedCells) -> RaggedCells:
+    """Return residual cells with scores, which nothing compares."""
+    zeros = torch.zeros(cells.total, dtype=torch.float32, device=cells.keys.device)
+    return replace(cells, scores=zeros)
+
+
+def _join(parts: Sequence[RaggedCells]) -> RaggedCells:
+    joined = parts[0] if len(parts) == 1 else Cells.concatenate(parts)
+    assert isinstance(joined, RaggedCells)
+    return joined
 
 
 def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> CompressionResult:

@@ -153,6 +153,8 @@ class Method(ABC):
         uses_surrogate: whether it decides by a calibration's surrogate.
         reconstruction_kind: the kind of reconstruction score that it decides by; None for none.
         budget: the default budget; "heads" needs the scores of an `Eviction`.
+        residual: whether some of the cells stand for those that are evicted, where heads compete:
+            see `kvkeep.compression.methods.residual`.
     """
 
     name: ClassVar[str]
@@ -160,6 +162,7 @@ class Method(ABC):
     uses_surrogate: ClassVar[bool] = False
     reconstruction_kind: ClassVar[ReconstructionScore | None] = None
     budget: ClassVar[Budget] = "uniform"
+    residual: ClassVar[bool] = False
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
         """Whether queries must be observed, with the statistics of a calibration or without."""

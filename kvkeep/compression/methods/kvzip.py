@@ -38,12 +38,20 @@ class KVzip(Eviction):
     name: ClassVar[str] = "kvzip"
     reconstruction_kind: ClassVar[ReconstructionScore | None] = "attention"
     budget: ClassVar[Budget] = "heads"
+    residual: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
         scores = candidates.reconstruction
         assert scores is not None, "the text was not reconstructed"
         scores = torch.maximum(scores, scores.amax(1, keepdim=True) - HEAD_PENALTY)
         return torch.maximum(scores, max_pool(scores, 3) - NEIGHBOUR_PENALTY)
+
+
+class KVzipExact(KVzip):
+    """As `KVzip`, without residual cells: as published, for comparisons."""
+
+    name: ClassVar[str] = "kvzip-exact"
+    residual: ClassVar[bool] = False
 
 
 class KVzipPlus(KVzip):
@@ -67,6 +75,7 @@ class KVzap(CellwiseEviction):
     name: ClassVar[str] = "kvzap"
     budget: ClassVar[Budget] = "heads"
     uses_surrogate: ClassVar[bool] = True
+    residual: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
         score = super().score(candidates)
@@ -90,3 +99,10 @@ class KVzap(CellwiseEviction):
             keys = rotate(cells.keys[batch].float().unsqueeze(-2), rotation).squeeze(-2)
             scores.append(surrogate.select(batch).score(keys, cells.values[batch]))
         return torch.cat(scores)
+
+
+class KVzapExact(KVzap):
+    """As `KVzap`, without residual cells: for comparisons."""
+
+    name: ClassVar[str] = "kvzap-exact"
+    residual: ClassVar[bool] = False

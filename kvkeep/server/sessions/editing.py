@@ -116,7 +116,7 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
             body.method,
             body.recent,
             budget=body.budget,
-            calibration=model.calibration if body.method == "kvzap" else None,
+            calibration=model.calibration if (body.method or "").startswith("kvzap") else None,
             progress=engine.yield_turn,
         )
         fields = dataclasses.asdict(report)

@@ -47,7 +47,8 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
 
     `bytes_by_part` says what cells, windows of local layers, states and checkpoints take,
     `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
-    rewind by one token evaluates again.
+    rewind by one token evaluates again. `residual_cells` are the cells, over all layers and KV
+    heads, that stand for evicted ones; they belong to no token.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -85,7 +86,9 @@ async def heads(
 ) -> dict[str, Any]:
     """Return how many cells each layer and KV head holds; they differ after compression.
 
-    With `layer` and `head`: the positions, of `0 ... end - 1`, of that head's cells.
+    `residual` says how many of them are residual: each stands for a cluster of evicted cells.
+    With `layer` and `head`: the positions, of `0 ... end - 1`, of that head's cells, and in
+    `residual` those of the residual ones, which are the mean positions of their clusters.
     """
     if (layer is None) != (head is None):
         raise InvalidArgument("use both layer and head, or neither")
@@ -114,6 +117,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
             "states": use.states,
             "checkpoints": use.checkpoints,
         },
+        "residual_cells": use.residual_cells,
         "rewind_evaluates": use.rewind_evaluates,
         "runs": runs,
         "spans": spans,
@@ -124,10 +128,18 @@ def _cell_counts(session: Session) -> dict[str, Any]:
     """Return the number of cells by layer and KV head."""
     layout = session.cache.layout
     counts = torch.zeros(layout.layers, layout.kv_heads, dtype=torch.int64, device="cpu")
+    residual = torch.zeros_like(counts)
     for segment in session.cache.segments:
         cells = segment.block.slots
         counts += cells.counts if isinstance(cells, RaggedCells) else segment.length
-    return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts.tolist()}
+        if isinstance(cells, RaggedCells):
+            residual += cells.residual_counts
+    return {
+        "layers": layout.layers,
+        "kv_heads": layout.kv_heads,
+        "cells": counts.tolist(),
+        "residual": residual.tolist(),
+    }
 
 
 def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
@@ -138,17 +150,25 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
             f"layer and head must be below {layout.layers} and {layout.kv_heads}; found {layer} "
             f"and {head}"
         )
-    cell_positions = list[int]()
+    cell_positions, residual = list[int](), list[int]()
     for segment in session.cache.segments:
         cells = segment.view(0, segment.length)
         if isinstance(cells, RaggedCells):
-            positions = cells.positions[cells.head_slice(layer, head)]
+            row_slice = cells.head_slice(layer, head)
+            positions = cells.positions[row_slice]
+            residual += positions[cells.residual_mask[row_slice]].tolist()
         else:  # `[n]` for all heads alike, or `[layers, kv_heads, n]`
             positions = cells.positions
             positions = positions[layer, head] if positions.ndim == 3 else positions
         cell_positions += positions.tolist()
     end = max([len(session.tokens), *(position + 1 for position in cell_positions)])
-    return {"layer": layer, "head": head, "positions": sorted(cell_positions), "end": end}
+    return {
+        "layer": layer,
+        "head": head,
+        "positions": sorted(cell_positions),
+        "residual": sorted(residual),
+        "end": end,
+    }
 
 
 @router.get("/v1/events", response_model=None, responses=EVENTS)

@@ -105,13 +105,16 @@ def check_segment(entry: Any) -> None:
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
     for name in ("anchor", "frozen", "slot_order"):
         require_bool(name, entry[name])
-    for name in ("sealed", "compressed", "ragged", "worth", "local"):  # worth: scores of cells
+    # worth: scores of cells
+    for name in ("sealed", "compressed", "ragged", "worth", "residual", "local"):
         require_bool(name, entry.get(name, False))
     is_full = entry["length"] == entry["capacity"]
     if entry.get("ragged", False):
         require(entry["compressed"] and entry["frozen"], "ragged cells must be compressed")
         require(is_full and not entry["start"], "incomplete ragged cells")
     require(entry.get("ragged", False) or not entry.get("worth", False), "scores of uniform cells")
+    is_marked = entry.get("residual", False)
+    require(entry.get("ragged", False) or not is_marked, "residual cells among uniform ones")
     require(is_full or not entry["slot_order"], "a ring that is not full")
 
 

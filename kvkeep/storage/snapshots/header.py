@@ -25,7 +25,7 @@ from kvkeep.errors import (
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.objects.paths import ReadablePath, as_path
 
-SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 7  # kind and newest format of snapshot files
+SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 8  # kind and newest format of snapshot files
 NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}

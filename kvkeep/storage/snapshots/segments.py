@@ -4,25 +4,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import Block, Cells, Layout, PositionMap, RaggedCells, Segment
+from kvkeep.cache.checks import require, require_within
 from kvkeep.cache.quantised import KVTensor, QuantisedTensor
 from kvkeep.cache.state import check_cells
 
 _SCORES_FIELD = "worth"  # the name of `RaggedCells.scores` in files
-
-
-def _tensor_names(compressed: bool, ragged: bool, scored: bool) -> list[str]:
-    """Return the names of a segment's tensors besides keys and values."""
-    optional = {"bias": compressed, "counts": ragged, _SCORES_FIELD: scored}
-    return ["positions", "serials", *(name for name, is_stored in optional.items() if is_stored)]
+_NAMES = ("positions", "serials")  # of a segment's tensors besides keys and values
+_FIELDS = {"bias": "bias", "counts": "counts", _SCORES_FIELD: "scores", "residual": "residual"}
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
     """Return the cells of the file's segment `index`, oldest first; a full ring's in slot order."""
-    names = _tensor_names(segment.compressed, is_ragged(segment), has_scores(segment))
-    return cell_tensors(f"segment.{index}", cells_to_store(segment), names)
+    cells = cells_to_store(segment)
+    optional = (name for name, field in _FIELDS.items() if getattr(cells, field, None) is not None)
+    return cell_tensors(f"segment.{index}", cells, (*_NAMES, *optional))
 
 
 def cells_to_store(segment: Segment) -> Cells:
@@ -37,9 +36,10 @@ def cell_tensors(prefix: str, cells: Cells, names: Sequence[str]) -> dict[str, T
     """Return the tensors of cells by their names in a file. names: besides keys and values."""
     tensors = _kv_tensors(f"{prefix}.keys", cells.stored_keys)
     tensors |= _kv_tensors(f"{prefix}.values", cells.stored_values)
+    others = {f"{prefix}.{name}": getattr(cells, _FIELDS.get(name, name)) for name in names}
     return tensors | {
-        f"{prefix}.{name}": getattr(cells, "scores" if name == _SCORES_FIELD else name)
-        for name in names
+        name: tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        for name, tensor in others.items()
     }
 
 
@@ -54,10 +54,21 @@ def has_scores(segment: Segment) -> bool:
     return isinstance(cells, RaggedCells) and cells.scores is not None
 
 
+def has_residual_cells(segment: Segment) -> bool:
+    """Whether some of its cells are marked as residual: each stands for a cluster of others."""
+    cells = segment.block.slots
+    return isinstance(cells, RaggedCells) and cells.residual is not None
+
+
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
     """Return a segment's JSON entry: everything but its tensors. local: is it of local layers."""
     wraps = segment.wrapped or segment.places_wrap
-    optional = {"ragged": is_ragged(segment), _SCORES_FIELD: has_scores(segment), "local": local}
+    optional = {
+        "ragged": is_ragged(segment),
+        _SCORES_FIELD: has_scores(segment),
+        "residual": has_residual_cells(segment),
+        "local": local,
+    }
     return {
         "map": asdict(segment.position_map),
         "limit": segment.limit,
@@ -82,8 +93,13 @@ def read_segment(
     is stored linearly until a cache takes the segment. Raises KeyError, TypeError or ValueError if
     entry and tensors do not match.
     """
-    compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    names = _tensor_names(compressed, ragged, entry.get(_SCORES_FIELD, False))
+    ragged = entry.get("ragged", False)
+    is_stored = {
+        "bias": entry.get("compressed", False),
+        "counts": ragged,
+        **{name: entry.get(name, False) for name in (_SCORES_FIELD, "residual")},
+    }
+    names = (*_NAMES, *(name for name in _FIELDS if is_stored[name]))
     cells = read_cells(f"segment.{index}", layout, tensors, names, ragged)
     check_cells(cells, layout, entry["length"])
     return segment_of_entry(entry, layout, block_of_entry(entry, cells))
@@ -93,14 +109,17 @@ def read_cells(
     prefix: str,
     layout: Layout,
     tensors: Mapping[str, Tensor],
-    names: Sequence[str] = ("positions", "serials"),
+    names: Sequence[str] = _NAMES,
     ragged: bool = False,
 ) -> Cells:
-    """Undo `cell_tensors`. Raises KeyError if a tensor is missing."""
+    """Undo `cell_tensors`. Raises KeyError if a tensor is missing, ValueError for a bad mark."""
+    fields = {_FIELDS.get(name, name): tensors[f"{prefix}.{name}"] for name in names}
+    if "residual" in fields:
+        fields["residual"] = _read_marks(f"{prefix}.residual", fields["residual"])
     return (RaggedCells if ragged else Cells)(
         _read_kv(f"{prefix}.keys", layout.key_bits, tensors),
         _read_kv(f"{prefix}.values", layout.value_bits, tensors),
-        *(tensors[f"{prefix}.{name}"] for name in names),
+        **fields,
     )
 
 
@@ -125,6 +144,13 @@ def _kv_tensors(name: str, kv: KVTensor) -> dict[str, Tensor]:
     if isinstance(kv, Tensor):
         return {name: kv}
     return {f"{name}.int{kv.bits}": kv.data, f"{name}.scale": kv.scale}
+
+
+def _read_marks(name: str, tensor: Tensor) -> Tensor:
+    """Return bytes of 0 and 1 as bool. Raises ValueError for others."""
+    require(tensor.dtype == torch.uint8, f"{name} must be uint8; found {tensor.dtype}")
+    require_within(name, tensor, 0, 1)
+    return tensor.to(torch.bool)
 
 
 def _read_kv(name: str, bits: int, tensors: Mapping[str, Tensor]) -> KVTensor:

@@ -26,6 +26,7 @@ from kvkeep.storage.snapshots.document import check_document, layout_of
 from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT, SNAPSHOT_KIND, read_document
 from kvkeep.storage.snapshots.memory_state import MemoryState
 from kvkeep.storage.snapshots.segments import (
+    has_residual_cells,
     has_scores,
     is_ragged,
     read_segment,
@@ -189,6 +190,7 @@ class Snapshot:
         segments = self.segments
         compressed = any(segment.compressed for segment in segments)
         is_format_needed = {
+            8: any(has_residual_cells(segment) for segment in segments),
             7: bool(self.checkpoints.entries),
             6: bool(self.recurrent),
             5: bool(self.local),

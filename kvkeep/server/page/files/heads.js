@@ -21,11 +21,12 @@ export async function heads(container, { signal, parts }) {
     );
   };
   const showHead = async (layer, head) => {
-    const { positions, end } = await get(`${path}?layer=${layer}&head=${head}`);
+    const { positions, residual, end } = await get(`${path}?layer=${layer}&head=${head}`);
     const marks = positions.map((at) => h("span", { style: { left: `${(100 * at) / Math.max(1, end)}%` } }));
+    const note = residual.length ? `, ${number(residual.length)} of them residual (means of evicted cells)` : "";
     fill(
       detail,
-      h("h2", {}, `Layer ${layer}, head ${head}: ${number(positions.length)} cells of ${number(end)} positions`),
+      h("h2", {}, `Layer ${layer}, head ${head}: ${number(positions.length)} cells of ${number(end)} positions${note}`),
       h("div", { class: "positions", role: "img", "aria-label": "Positions in the cache" }, marks),
     );
   };
