@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import kvkeep
@@ -114,3 +115,13 @@ def test_all_errors_are_importable_from_kvkeep() -> None:
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert len(classes) > 25
     assert all(getattr(kvkeep, name) is getattr(errors, name) for name in classes)
+
+
+def test_a_chat_with_speculation_says_the_same_to_the_bit(smollm2: Model) -> None:
+    question = "Repeat this list three times: red, green, blue, white, black, red, green, blue."
+    chats = [smollm2.chat(), smollm2.chat()]
+    chats[1].speculate = True
+    for _ in range(2):
+        assert chats[0].say(question, 60, GREEDY) == chats[1].say(question, 60, GREEDY)
+    assert torch.equal(chats[0].session.logits, chats[1].fork().session.logits)
+    assert chats[1].session.speculated[1] > 0

@@ -95,3 +95,14 @@ def test_a_small_step_gives_the_bits_of_its_tokens_one_by_one(data: st.DataObjec
         if sampled:
             alone.feed([together.next_token() for _ in range(sampled)])
             require_same_bits(together, alone)
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_quantised_cells_move_to_the_far_segment_with_the_same_bits(bits: str) -> None:
+    together, alone = (grown("gemma3", "self_extend", bits, 50, False) for _ in range(2))
+    for _ in range(6):
+        ids = PROMPT[len(together.tokens) :][:MAX_ROWS]
+        together.feed(ids)
+        for token in ids:
+            alone.feed([token])
+        require_same_bits(together, alone)

@@ -56,11 +56,7 @@ def generate(
         )
     ),
     ignore_eos: bool = options.option(is_flag=True, help="Continue after an end token."),
-    speculate: bool = options.option(
-        is_flag=True,
-        help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
-        "where it repeats itself.",
-    ),
+    speculate: bool = options.SPECULATE_OPTION,
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
     """Continue a text.

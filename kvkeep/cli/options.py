@@ -166,6 +166,11 @@ def size_option(*flags: str, help: str, **settings: Any) -> Any:
 JSON_OPTION = option("--json", is_flag=True, help="As JSON.")
 NO_PROGRESS_OPTION = option(is_flag=True, help="No progress bars.")
 QUIET_OPTION = option("-q", is_flag=True, help="No progress bars and no statistics.")
+SPECULATE_OPTION = option(
+    is_flag=True,
+    help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
+    "where it repeats itself.",
+)
 SPECIAL_OPTION = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
 
 

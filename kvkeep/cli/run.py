@@ -57,6 +57,7 @@ class SessionRun:
         self.prefix_unusable_tokens = 0
         self.prefix_differs_at: int | None = None  # see `_summary`
         self.perplexity: float | None = None  # set by `kvkeep perplexity`
+        self.accepted_tokens, self.drafted_tokens = 0, 0  # see `Session.speculated`
         self._command, self._seed = command, seed
 
     def feed(self, ids: Sequence[int]) -> None:
@@ -99,6 +100,9 @@ class SessionRun:
                     printer.write(text[printer.written_characters :])
                 raise
             finally:
+                accepted, drafted = self.session.speculated
+                self.accepted_tokens += accepted
+                self.drafted_tokens += drafted
                 if not isinstance(sys.exception(), OSError):
                     with suppress(OSError):
                         printer.end()
@@ -182,7 +186,6 @@ class SessionRun:
         "error". accepted_tokens, drafted_tokens: see `Session.speculated`.
         """
         session, writer, perplexity = self.session, self.writer, self.perplexity
-        accepted_tokens, drafted_tokens = session.speculated
         return {
             "command": self._command,
             "model": self.model.name,
@@ -197,8 +200,8 @@ class SessionRun:
             "prefill_tokens_per_s": self.prefill.tokens_per_s,
             "generated_tokens": self.decode.tokens,
             "decode_tokens_per_s": self.decode.tokens_per_s,
-            "accepted_tokens": accepted_tokens,
-            "drafted_tokens": drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "drafted_tokens": self.drafted_tokens,
             "peak_rss_bytes": peak_rss_bytes(),
             "kv_cells": session.cache.cells,
             "kv_bytes": session.cache.nbytes,

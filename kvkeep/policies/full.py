@@ -13,6 +13,8 @@ from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.base import Policy, require_valid, window_cell_count
 
+_FEW_CELLS = 16  # of the steps that are computed row by row
+
 
 @dataclass(frozen=True)
 class Full(Policy):
@@ -122,5 +124,12 @@ class SelfExtend(Policy):
         cells = Cells.concatenate([cells for _, cells in parts])
         # After an edit, cells are not seen at the positions of their keys.
         seen_at = torch.cat([cells.positions - s.position_map.offset for s, cells in parts])
-        far_segment.append(cells.shift(cache.rope, seen_at // self.group - cells.positions))
+        shifts = seen_at // self.group - cells.positions
+        # Quantising sums in another order for other numbers of cells. Few are moved one by one, so
+        # that a small step gives the bits of its tokens one by one.
+        is_rounded = cache.layout.quantised or cache.far_layout.quantised
+        size = 1 if is_rounded and count <= _FEW_CELLS else count
+        for first in range(0, count, size):
+            part = slice(first, first + size)
+            far_segment.append(cells.part(part).shift(cache.rope, shifts[part]))
         far_segment.arriving_count = count

@@ -71,8 +71,11 @@ class Conversation:
     No token is part text and part template (exceptions: see `encode_pieces`), so that a text span
     can be replaced by its name.
 
-    codec: the model's tokenizer and chat template. system: the system prompt.
+    codec: the model's tokenizer and chat template. system: the system prompt. speculate: whether
+    answers are generated with speculation; see `Session.stream`.
     """
+
+    speculate = False
 
     def __init__(
         self,
@@ -90,7 +93,9 @@ class Conversation:
 
     def fork(self) -> "Conversation":
         """Return the same conversation in a fork of the session."""
-        return Conversation(self.session.fork(), self.codec, self._eos_token_ids, self.system)
+        fork = Conversation(self.session.fork(), self.codec, self._eos_token_ids, self.system)
+        fork.speculate = self.speculate
+        return fork
 
     @property
     def notes(self) -> dict[str, str | None]:
@@ -236,7 +241,8 @@ class Conversation:
 
         core = self.session.core
         reader = core.model.renderer.new_reader()
-        stream = stream_pieces(core, max_tokens, sampling, self._eos_token_ids)
+        end_ids, speculate = self._eos_token_ids, self.speculate
+        stream = stream_pieces(core, max_tokens, sampling, end_ids, speculate)
         with closing(stream):
             try:
                 for pieces in stream:

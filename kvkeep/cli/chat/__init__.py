@@ -42,6 +42,7 @@ def chat(
         "-n", minimum=-1, default=1024, help="Maximum tokens of an answer; -1: no limit."
     ),
     compact_at: float | None = options.compact_at_option(),
+    speculate: bool = options.SPECULATE_OPTION,
     session_options: SessionOptions = session_options(keep_option(default=None)),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
@@ -64,6 +65,8 @@ def chat(
     if server is not None:
         if compact_at is not None:
             raise InvalidArgument("--compact-at of a chat on a server is an option of kvkeep serve")
+        if speculate:
+            raise InvalidArgument("--speculate is for local chats; leave it out with --server")
         from kvkeep.cli.chat.remote import chat_at_server
 
         settings = ChatSettings(session_options.sampling, token_limit)
@@ -81,6 +84,7 @@ def chat(
 
         source = session_file if session_file is not None and session_file.exists() else None
         opened, conversation = _open_conversation(source, system, session_options, output.progress)
+        conversation.speculate = speculate
         defaults = opened.model.default_sampling
         settings = ChatSettings(session_options.sampling, token_limit, opened.seed, defaults)
         run = SessionRun("chat", opened, output, settings.resolved_sampling.seed)
