@@ -21,7 +21,8 @@ from kvkeep.models.text.codec import TextCodec
 
 _MAX_EXACT = 2**53  # floats up to it may be integers: clients in JavaScript write 1.0 as 1
 _SAME = 8  # the most answers that say the same
-_ENTRY_COST = 64  # tokens that an answer counts for beside its own
+# Tokens of four bytes that an answer takes beside its own, and each id of its calls.
+_ENTRY_COST, _CALL_COST = 184, 34
 _OPENING_TOKENS = 64  # more than white space and a marker of reasoning have
 _RANDOM_ID = 9  # characters of an id that no other call has
 
@@ -44,7 +45,7 @@ class WrittenAnswer:
 
     @property
     def cost(self) -> int:
-        return len(self.ids) + _ENTRY_COST
+        return len(self.ids) + _ENTRY_COST + _CALL_COST * len(self.call_ids)
 
     def is_surely(self, message: Message) -> bool:
         """Whether a message that says the same has the ids of its calls, which are random."""
@@ -62,8 +63,8 @@ class WrittenAnswers:
     arguments. Thread-safe.
     """
 
-    def __init__(self, max_tokens: int = 2**20):
-        """max_tokens: of all answers together; each counts for 64 more."""
+    def __init__(self, max_tokens: int = 2**21):
+        """max_tokens: of all answers together; each counts for some more: see `cost`."""
         self._max_tokens = max_tokens
         self._answers: OrderedDict[tuple[str, bytes], tuple[WrittenAnswer, ...]] = OrderedDict()
         self._lock = threading.Lock()

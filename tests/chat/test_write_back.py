@@ -1,6 +1,8 @@
 """Histories with answers in the tokens that the model sampled."""
 
 import json
+import secrets
+import tracemalloc
 from array import array
 from dataclasses import dataclass, replace
 from functools import partial
@@ -222,14 +224,14 @@ def test_answers_that_say_more_than_was_read_are_not_remembered(
 
 
 def test_memory_is_bounded_and_the_longest_unused_go_first() -> None:
-    written = WrittenAnswers(max_tokens=300)
+    written = WrittenAnswers(max_tokens=670)
 
     def message(number: int) -> Message:
         return Message("assistant", (TextPart(f"answer {number}"),))
 
     for number in range(9):
         written.add(OWNER, message(number), WrittenAnswer(array("i", [number] * 36), b""))
-        assert written.tokens <= 300
+        assert written.tokens <= 670
         assert written.find(OWNER, message(0))  # is used again and again
     left = [number for number in range(9) if written.find(OWNER, message(number))]
     assert left == [0, 7, 8]
@@ -237,3 +239,22 @@ def test_memory_is_bounded_and_the_longest_unused_go_first() -> None:
         written.add(OWNER, message(8), WrittenAnswer(array("i", [8]), b""))
     assert len(written.find(OWNER, message(8))) == 2
     assert not written.find("other", message(8))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_calls"), [(1, 0), (1, 4), (200, 1)])
+def test_answers_take_no_more_bytes_than_four_for_each_token_of_the_limit(
+    num_tokens: int, num_calls: int
+) -> None:
+    tracemalloc.start()
+    try:
+        written = WrittenAnswers(max_tokens=2**18)
+        for number in range(2000):
+            message = Message("assistant", (TextPart(f"answer {number}"),))
+            ids = tuple(f"call_{secrets.token_hex(12)}" for _ in range(num_calls))
+            prompt, reasoning = secrets.token_bytes(16), secrets.token_bytes(16)
+            answer = WrittenAnswer(array("i", [1] * num_tokens), prompt, ids, reasoning)
+            written.add(f"owner {number % 7}", message, answer)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.6 < size / (4 * written.tokens) <= 1
