@@ -1,6 +1,6 @@
-"""Reuse in sessions of coding agents, by trace and turn, against a cold evaluation.
+"""Reuse in sessions of coding agents, by trace and request, against a cold evaluation.
 
-    python -m benchmarks.agent_traces --random-weights --check --out docs/results/agent-traces.json
+    python -m benchmarks.agent_traces --random-weights --out docs/results/agent-traces.json
 
 The agents of `benchmarks.agent_clients` talk to kvkeep's server in this process. What the model
 answers is given, token by token, so that it calls tools as a larger model would. How many tokens
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, Self
 
 import click
@@ -24,8 +24,7 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from benchmarks.agent_clients import AGENTS, AgentRequest, Change
-from benchmarks.agent_texts import Sizes
+from benchmarks.agent_clients import AgentRequest, AgentShape, load_shapes, replay
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
@@ -43,10 +42,14 @@ from kvkeep.server.service import Service
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.evaluation import step_end
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.session import Session
 from kvkeep.session.token_diff import equal_runs
 from kvkeep.storage.files.atomic import write_json
 
 _MIN_RUN = 8  # equal tokens that count as known already
+MUCH = 0.1  # of a prompt that is evaluated again: something far before its end changed
+_LAST_PROMPTS = 4  # among which a prompt's known text is looked for
+_RANDOM_CONTEXT = 65_536  # tokens, of a model with random weights
 
 
 @dataclass(frozen=True)
@@ -73,17 +76,18 @@ MODES = (
 class TurnReading:
     """One request of a trace.
 
-    change: of what the prompt had before. new: tokens that neither the prompt before nor its answer
-    had, in runs of eight. evaluated: prompt tokens that were not reused. reason, differs_at: as of
-    `/v1/prefix/explain`. Against a cold evaluation, or None: equal: whether all logits of the
+    event, aside: see `AgentRequest`. new: tokens that no one of the last prompts had, nor its
+    answer, in runs of eight. evaluated: prompt tokens that were not reused. reason, differs_at: as
+    of `/v1/prefix/explain`. Against a cold evaluation, or None: equal: whether all logits of the
     answer are equal to the bit; agreement: the share of its tokens with the same greedy choice; kl:
     in nats, the mean over them.
     """
 
     agent: str
     mode: str
-    turn: int
-    change: Change
+    request: int
+    event: str
+    aside: bool
     prompt: int
     new: int
     evaluated: int
@@ -99,6 +103,16 @@ class TurnReading:
     @property
     def share(self) -> float:
         return self.evaluated / self.prompt
+
+    @property
+    def again(self) -> float:
+        """The share of the prompt that is evaluated although a prompt before had it."""
+        return max(0, self.evaluated - self.new) / self.prompt
+
+    @property
+    def is_later(self) -> bool:
+        """Whether it is one of the conversation's requests, and not the first."""
+        return self.event != "task" and not self.aside
 
 
 class GivenAnswer:
@@ -170,17 +184,13 @@ class ColdEvaluation:
 
     def __init__(self, model: Model):
         self._model = model
-        self._last = model.session(policy="full")  # the last prompt, with its answer
+        self._answered = list[Session]()  # the prompts until now, with their answers
 
     def logits(self, generation: Generation) -> list[Tensor]:
         """Evaluate a generation's prompt and answer; return the logits before each token of it."""
         prompt, reuse = list(generation.request.prompt), generation.reuse
         if reuse.resumed:
-            session, start = self._last, reuse.tokens
-            if len(session.tokens) > start:
-                session.take_back(len(session.tokens) - start)
-            if list(session.tokens) != prompt[:start]:
-                raise RuntimeError("the prompt resumes an older answer than the last")
+            session, start = self._resumed(prompt[: reuse.tokens]), reuse.tokens
             while start < len(prompt):
                 done = start - reuse.tokens
                 size = step_end(done, prefill_step_at(session.prefill_step, start)) - done
@@ -193,17 +203,34 @@ class ColdEvaluation:
                 end = grid.next_end(prompt, start)
                 session.feed(prompt[start:end])
                 start = end
-        self._last, given = session, GivenAnswer(generation.generated)
+        self._answered.append(session)
+        given = GivenAnswer(generation.generated)
         for _ in generation.generated:
             session.next_token(Sampling(constraint=given))
         return given.logits
+
+    def _resumed(self, tokens: Sequence[int]) -> Session:
+        """Return the session of the last answer that begins with these tokens, cut behind them."""
+        for session in reversed(self._answered):
+            if list(session.tokens[: len(tokens)]) == tokens:
+                self._answered.remove(session)
+                if len(session.tokens) > len(tokens):
+                    session.take_back(len(session.tokens) - len(tokens))
+                return session
+        raise RuntimeError("the prompt resumes no earlier answer")
 
 
 def random_model(model: Model) -> Model:
     """Return a small random model with the tokenizer and the template of another one."""
     size = model.spec.head_dim
     spec = replace(
-        model.spec, layers=2, hidden_size=size, intermediate_size=size, heads=1, kv_heads=1
+        model.spec,
+        layers=2,
+        hidden_size=size,
+        intermediate_size=size,
+        heads=1,
+        kv_heads=1,
+        max_positions=_RANDOM_CONTEXT,
     )
     random = torch.Generator().manual_seed(0)
     tensors = {
@@ -215,33 +242,41 @@ def random_model(model: Model) -> Model:
 
 
 def run_trace(
-    model: Model, agent: str, mode: TraceMode, sizes: Sizes, check: bool
+    model: Model,
+    shape: AgentShape,
+    mode: TraceMode,
+    scale: float = 1.0,
+    check: bool = False,
+    limit: int | None = None,
 ) -> list[TurnReading]:
-    """Run one session of an agent against a server of its own."""
+    """Run the session of an agent against a server of its own. limit: of requests."""
     settings = {"max_kv_size": model.spec.max_positions, "policy": "full"}
-    readings, cold, known = list[TurnReading](), ColdEvaluation(model), list[int]()
+    readings, cold, known = list[TurnReading](), ColdEvaluation(model), list[list[int]]()
     with GivenAnswers(model, settings=settings, alignment=mode.alignment) as engine:
         service = Service(engine, "model", ApiKeys(), prompt_rules=select_rules(mode.rules))
         client = TestClient(application(service), base_url="http://127.0.0.1")
         client.headers["content-type"] = "application/json"
-        session = AGENTS[agent](sizes)
-        request = next(session)
-        for turn in range(1, sizes.turns + 1):
-            answer = _send(client, engine, request)
+        agent = replay(shape, scale)
+        request: AgentRequest | None = next(agent)
+        while request is not None and len(readings) != limit:
+            answer = send(client, engine, request)
             (generation,) = engine.submitted.result()
-            prompt = list(generation.request.prompt)
-            reading = _reading(generation, agent, mode, turn, request.change, known)
+            reading = _reading(generation, shape.client, mode, request, len(readings) + 1, known)
             if check:
                 logits = cold.logits(generation)
                 reading = replace(reading, **compare_logits(engine.given.logits, logits))
             readings.append(reading)
-            known = [*prompt, *generation.generated]
-            if turn < sizes.turns:
-                request = session.send(answer)
+            known = [*known[1 - _LAST_PROMPTS :], [*generation.request.prompt]]
+            known[-1] += generation.generated
+            try:
+                request = agent.send(answer)
+            except StopIteration:
+                request = None
     return readings
 
 
-def _send(client: TestClient, engine: GivenAnswers, request: AgentRequest) -> dict[str, Any]:
+def send(client: TestClient, engine: GivenAnswers, request: AgentRequest) -> dict[str, Any]:
+    """Send a request of an agent, with the answer that the engine is to give; return it."""
     engine.give(request.writes)
     body = {"model": "model", "temperature": 0, **request.body}
     response = client.post(request.path, json=body)
@@ -255,19 +290,21 @@ def _reading(
     generation: Generation,
     agent: str,
     mode: TraceMode,
-    turn: int,
-    change: Change,
-    known: Sequence[int],
+    request: AgentRequest,
+    number: int,
+    known: Sequence[Sequence[int]],
 ) -> TurnReading:
     prompt, reuse = generation.request.prompt, generation.reuse
-    runs = equal_runs(known, prompt, _MIN_RUN) if known else []
+    runs = [equal_runs(tokens, prompt, _MIN_RUN) for tokens in known]
+    most = max((sum(run.length for run in equal) for equal in runs), default=0)
     return TurnReading(
         agent,
         mode.name,
-        turn,
-        change,
+        number,
+        request.event,
+        request.aside,
         len(prompt),
-        len(prompt) - sum(run.length for run in runs),
+        len(prompt) - most,
         generation.usage.evaluated,
         reuse.reason,
         reuse.differs_at,
@@ -294,36 +331,36 @@ def _divergence(logits: Tensor, cold: Tensor) -> float:
 
 
 def turn_table(readings: Sequence[TurnReading]) -> str:
-    """Return the turns of one trace in one mode."""
+    """Return the requests of one trace in one mode."""
     lines = [f"{readings[0].agent}, {readings[0].mode}"]
     for r in readings:
         check = "" if r.equal is None else ("equal" if r.equal else f"top-1 {r.agreement:.1%}")
+        kind = "aside" if r.aside else r.event or "-"
         lines.append(
-            f"  turn {r.turn}: {r.evaluated:>5,} of {r.prompt:>5,} ({r.share:>6.1%}), new "
-            f"{r.new:>5,}; {r.change or '-':<9} {'resumed' if r.resumed else '':<8} {r.reason:<8} "
+            f"  {r.request:>3}: {r.evaluated:>6,} of {r.prompt:>6,} ({r.share:>6.1%}), new "
+            f"{r.new:>6,}; {kind:<8} {'resumed' if r.resumed else '':<8} {r.reason:<10} "
             f"{r.seams} seams {check}"
         )
     return "\n".join(lines)
 
 
 def summary_table(readings: Sequence[TurnReading]) -> str:
-    """Return a table in Markdown: a line for each trace and mode, over all turns but the first."""
+    """Return a table in Markdown: a line for each trace and mode, over all later requests.
+
+    Most is the largest share of a prompt where little but new text is evaluated.
+    """
     lines = [
-        "| Agent | Mode | new | evaluated, median | most | where | equal bits | top-1 | KL |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Agent | Mode | requests | new | evaluated | known text again | where little is: most | "
+        "much again | where: mean | equal bits | top-1 | KL |",
+        f"|{'---|' * 12}",
     ]
     for agent, mode in dict.fromkeys((r.agent, r.mode) for r in readings):
-        later = [r for r in readings if (r.agent, r.mode) == (agent, mode) and r.turn > 1]
-        most = max(later, key=lambda r: r.share)
-        new = median(r.new / r.prompt for r in later)
-        cells = [
-            agent,
-            mode,
-            f"{new:.1%}",
-            f"{median(r.share for r in later):.1%}",
-            f"{most.share:.1%}",
-            f"turn {most.turn}{f', {most.change}' if most.change else ''}",
-        ]
+        later = [r for r in readings if (r.agent, r.mode) == (agent, mode) and r.is_later]
+        much = [r for r in later if r.again > MUCH]
+        cells = [agent, mode, str(len(later)), f"{mean(r.new / r.prompt for r in later):.1%}"]
+        cells += [f"{mean(r.share for r in later):.1%}", f"{mean(r.again for r in later):.1%}"]
+        cells += [f"{max((r.share for r in later if r.again <= MUCH), default=0.0):.1%}"]
+        cells += [str(len(much)), f"{mean(r.share for r in much):.1%}" if much else "-"]
         if later[0].equal is not None:
             cells += [f"{sum(bool(r.equal) for r in later)} of {len(later)}"]
             cells += [f"{mean(r.agreement or 0.0 for r in later):.1%}"]
@@ -336,9 +373,9 @@ def summary_table(readings: Sequence[TurnReading]) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--agent", "agents", multiple=True, type=click.Choice(list(AGENTS)))
+@click.option("--agent", "agents", multiple=True, type=click.Choice(list(load_shapes())))
 @click.option("--mode", "modes", multiple=True, type=click.Choice([m.name for m in MODES]))
-@click.option("--turns", default=Sizes.turns, type=click.IntRange(2), help="Requests of a session.")
+@click.option("--scale", default=1.0, type=click.FloatRange(0.01), help="Of the texts' lengths.")
 @click.option("--random-weights", is_flag=True, help="Of a small model with the same tokenizer.")
 @click.option("--check", is_flag=True, help="Compare with a cold evaluation.")
 @out_option
@@ -346,7 +383,7 @@ def agent_traces(
     name: str,
     agents: tuple[str, ...],
     modes: tuple[str, ...],
-    turns: int,
+    scale: float,
     random_weights: bool,
     check: bool,
     out: Path | None,
@@ -354,16 +391,16 @@ def agent_traces(
     """Measure how much of each prompt of coding agents is evaluated."""
     check_outputs(out)
     model, machine, readings = load_model(name), describe_machine(), list[TurnReading]()
-    sizes, model = Sizes(turns=turns), random_model(model) if random_weights else model
-    for agent in agents or AGENTS:
+    model, shapes = random_model(model) if random_weights else model, load_shapes()
+    for agent in agents or shapes:
         for mode in MODES:
             if not modes or mode.name in modes:
-                trace = run_trace(model, agent, mode, sizes, check)
+                trace = run_trace(model, shapes[agent], mode, scale, check)
                 readings += trace
                 click.echo(turn_table(trace))
     click.echo(summary_table(readings))
     entries = [dataclasses.asdict(reading) for reading in readings]
-    settings = {"model": name, "random_weights": random_weights, **dataclasses.asdict(sizes)}
+    settings = {"model": name, "random_weights": random_weights, "scale": scale}
     write_json(
         out, {"machine": dataclasses.asdict(machine), "settings": settings, "readings": entries}
     )

@@ -32,6 +32,11 @@ _DATE_LINE = re.compile(
     r"|today is .*\d.*)",
     re.IGNORECASE,
 )
+# What agents write before the first question: blocks of tags, or a message.
+_CONTEXT_BLOCK = re.compile(
+    r"^<(system-reminder|environment_context)>\n.*?\n</\1>$", re.MULTILINE | re.DOTALL
+)
+_CONTEXT_MESSAGE = "This is the Qwen Code. We are setting up the context for our chat."
 _REMINDER_START, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 
 
@@ -106,17 +111,54 @@ def _drop_session_ids(chat: Chat) -> Chat:
 
 
 def _move_dates(chat: Chat) -> Chat:
-    """Move lines that state the date from the system message to the end of the first user's."""
-    messages = chat.messages
-    index = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-    rest, date_lines = _split_lines(_system_text(chat), _DATE_LINE)
-    if index is None or not date_lines:
+    """Move lines that state the date behind the last message that is not the model's.
+
+    They come from the system message, and from the context that a client puts before the first
+    question. Behind the last message they change nothing that is before it.
+    """
+    messages = list(chat.messages)
+    later = [i for i, message in enumerate(messages) if i and message.role != "assistant"]
+    last = later[-1] if later else 0
+    if not messages or (last == 0 and messages[0].role != "user"):
         return chat
-    lines = "\n".join(line.strip() for line in date_lines)
-    separator = "\n\n" if messages[index].parts else ""
-    parts = (*messages[index].parts, TextPart(separator + lines))
-    dated = (*messages[:index], replace(messages[index], parts=parts), *messages[index + 1 :])
-    return _with_system_text(replace(chat, messages=normalized(dated)), rest)
+    rest, date_lines = _split_lines(_system_text(chat), _DATE_LINE)
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), last)
+    parts = list(messages[first].parts)
+    for index, part in enumerate(parts):
+        if isinstance(part, TextPart):
+            text, lines = _split_context(part.text)
+            parts[index] = TextPart(text)
+            date_lines += lines
+    if not date_lines:
+        return chat
+    messages[first] = replace(messages[first], parts=tuple(parts))
+    text = "\n".join(line.strip() for line in date_lines)
+    if messages[last].role == "user":
+        separator = "\n\n" if messages[last].parts else ""
+        dated = (*messages[last].parts, TextPart(separator + text))
+        messages[last] = replace(messages[last], parts=dated)
+    else:
+        messages.insert(last + 1, Message("user", (TextPart(text),)))
+    moved = replace(chat, messages=normalized(messages))
+    if rest != _system_text(chat):
+        moved = _with_system_text(moved, rest)
+    return chat if moved == chat else moved
+
+
+def _split_context(text: str) -> tuple[str, list[str]]:
+    """Return a user's text without the lines that date its context, and these lines.
+
+    The context is in a block of tags that agents write, or the whole text of a message that begins
+    as Qwen Code's.
+    """
+    if text.startswith(_CONTEXT_MESSAGE):
+        return _split_lines(text, _DATE_LINE)
+    kept, lines, position = list[str](), list[str](), 0
+    for block in _CONTEXT_BLOCK.finditer(text):
+        rest, block_lines = _split_lines(block[0], _DATE_LINE)
+        kept += [text[position : block.start()], rest]
+        lines, position = lines + block_lines, block.end()
+    return "".join([*kept, text[position:]]), lines
 
 
 def _drop_reminders(chat: Chat) -> Chat:
@@ -197,7 +239,7 @@ PROMPT_RULES = (
     ),
     PromptRule(
         "dates",
-        "moves lines that state the date or time from the system text behind the first question",
+        "moves lines that state the date or time from the system text behind the last message",
         False,
         _move_dates,
     ),

@@ -1,11 +1,13 @@
 """Prompt rules: what each drops or moves, and what it leaves as it is."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.chat import anthropic_messages, openai_chat
-from kvkeep.chat.messages import Chat, Message, TextPart, normalized
+from kvkeep.chat.messages import Chat, Message, TextPart, ToolResult, normalized
 from kvkeep.chat.prompt_rules import DEFAULT_RULES, PROMPT_RULES, apply_rules, select_rules
 from kvkeep.errors import InvalidArgument
 from tests.chat.chats import chats
@@ -91,14 +93,35 @@ def test_lines_that_are_only_a_session_id_are_dropped() -> None:
         "Today is Friday, 2026-11-27",
     ],
 )
-def test_date_lines_move_behind_the_first_question(line: str) -> None:
+def test_date_lines_move_behind_the_last_message(line: str) -> None:
     system = f"You help.\n<env>\n{line}\nPlatform: linux\n</env>\nNever say today's date."
-    conversation = chat(("system", system), ("user", "Hi"), ("assistant", "Yes?"), ("user", line))
+    conversation = chat(("system", system), ("user", line), ("assistant", "Yes?"), ("user", "Hi"))
     kept = system.replace(f"{line}\n", "")
     question = f"Hi\n\n{line.strip()}"
     assert applied("dates", conversation) == chat(
-        ("system", kept), ("user", question), ("assistant", "Yes?"), ("user", line)
+        ("system", kept), ("user", line), ("assistant", "Yes?"), ("user", question)
     )
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        "<system-reminder>\n# Date\n{date}\n\nIt may matter.\n</system-reminder>\nHi",
+        "<environment_context>\n  {date}\n</environment_context>",
+        "This is the Qwen Code. We are setting up the context for our chat.\n{date}\nBye",
+    ],
+)
+def test_date_lines_of_an_agents_context_move_too(context: str) -> None:
+    date = "Today's date is 2026-11-27."
+    result = Message("tool", (ToolResult("call_1", (TextPart("3"),)),))
+    conversation = chat(("user", context.replace("{date}", date)), ("assistant", "Yes?"))
+    conversation = replace(conversation, messages=(*conversation.messages, result))
+    undated = context.replace("  {date}\n", "").replace("{date}\n", "")
+    rest = chat(("user", undated), ("assistant", "Yes?")).messages
+    moved = applied("dates", conversation)
+    assert moved.messages == (*rest, result, Message("user", (TextPart(date),)))
+    assert apply_rules(moved, PROMPT_RULES) == (moved, ())
+    assert apply_rules(chat(("user", f"Why {date}?\n{date}")), PROMPT_RULES)[1] == ()
 
 
 def test_reminders_are_dropped_from_later_user_messages() -> None:
