@@ -1,5 +1,6 @@
 """`/v1/responses/compact`: the item, its cells, restarts, other owners, and its text fallback."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,45 @@ def test_a_repeated_request_with_its_key_compacts_once(smollm2: Model, tmp_path:
         headers = {"Idempotency-Key": "a"}
         refused = client.post("/v1/responses/compact", json=other, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "key_reused")
+
+
+def test_a_response_compacts_its_conversation_beyond_a_threshold(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    question = {"role": "user", "content": "What is the gate code?"}
+    fields: dict[str, Any] = {
+        "context_management": [
+            {"type": "compaction", "compact_threshold": 300},
+            {"type": "other_kind"},
+        ]
+    }
+    with serving_client(smollm2, tmp_path) as client:
+        short = ask(client, [question], **fields)
+        assert [item["type"] for item in short["output"]] == ["message"]
+        history = [*agent_items(5), question]
+        answer = ask(client, history, store=True, **fields)
+        assert [item["type"] for item in answer["output"]] == ["compaction", "message"]
+        assert read_compaction(answer["output"][0]) is not None
+        assert evaluated(answer) < 60  # from the cells that were compacted
+        thanks = {"role": "user", "content": "Thank you. And now?"}
+        for items, more in (
+            ([*history, *answer["output"], thanks], {}),
+            ([*answer["output"], thanks], {}),  # without what came before the item
+            ([thanks], {"previous_response_id": answer["id"]}),
+        ):
+            later = ask(client, items, **fields, **more)
+            assert [item["type"] for item in later["output"]] == ["message"]
+            assert evaluated(later) < 60
+        body = {"input": history, "max_output_tokens": 4, "stream": True, **fields}
+        response = client.post("/v1/responses", json=body)
+        assert "context_management.other_kind" in response.headers["X-Kvkeep-Ignored"]
+        events = [
+            json.loads(line[6:]) for line in response.text.splitlines() if line[:6] == "data: "
+        ]
+        added = [event for event in events if event["type"] == "response.output_item.added"]
+        assert [event["output_index"] for event in added] == [0, 1]
+        assert [event["item"]["type"] for event in added] == ["compaction", "message"]
+        assert events[-1]["response"]["output"][0] == added[0]["item"]
 
 
 def test_foreign_items_are_left_out_with_a_warning(smollm2: Model, tmp_path: Path) -> None:

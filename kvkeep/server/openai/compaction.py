@@ -12,6 +12,7 @@ import time
 from asyncio import to_thread, wrap_future
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -54,6 +55,38 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
     items, _, warnings = expand_compaction(items)
     context.notices.warn(*warnings)
+    compacted = await compact_conversation(body, items, context)
+    return {
+        "id": f"resp_{secrets.token_hex(12)}",
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*user_messages(items), compacted.item],
+        "usage": {
+            "input_tokens": compacted.tokens_before,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": compacted.tokens_after,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": compacted.tokens_before + compacted.tokens_after,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class CompactedConversation:
+    """A conversation's compaction item, and the lengths of its prompts before and after."""
+
+    item: dict[str, Any]
+    tokens_before: int
+    tokens_after: int
+
+
+async def compact_conversation(
+    body: ResponsesRequest, items: Sequence[Any], context: RequestContext
+) -> CompactedConversation:
+    """Compact a conversation on its cells, or as text alone where that is impossible.
+
+    items: without compaction items. body: the request with its instructions and tools.
+    """
     kept, handle = kept_items(items), f"{HANDLE_PREFIX}{secrets.token_hex(12)}"
     whole_ids = await _encode(body, items, context)
     kept_ids = await _encode(body, kept, context)
@@ -68,19 +101,7 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
             await wrap_future(context.engine.delete(handle, context.owner))
     await _drop_oldest(context)
     item = compaction_item(CompactedHistory(handle, tuple(kept)))
-    return {
-        "id": f"resp_{secrets.token_hex(12)}",
-        "object": "response.compaction",
-        "created_at": int(time.time()),
-        "output": [*user_messages(items), item],
-        "usage": {
-            "input_tokens": len(whole_ids),
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": len(kept_ids),
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": len(whole_ids) + len(kept_ids),
-        },
-    }
+    return CompactedConversation(item, len(whole_ids), len(kept_ids))
 
 
 async def _drop_oldest(context: RequestContext) -> None:

@@ -42,9 +42,15 @@ class ResponseItems:
     the response ends with its first call.
     """
 
-    def __init__(self, request: ResponsesRequest, tools: Sequence[Tool]):
-        """tools: those that the model may call."""
-        self.items: list[dict[str, Any]] = []  # the last one may be open
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        tools: Sequence[Tool],
+        compaction: dict[str, Any] | None = None,
+    ):
+        """tools: those that the model may call. compaction: an item that precedes the answer."""
+        self.items = [] if compaction is None else [compaction]  # the last one may be open
+        self.num_given = len(self.items)  # that are not generated
         self._tools, self._client_types = tools, client_types(request.tools)
         self._summarizes = request.summarizes_reasoning
         self._single_call = request.parallel_tool_calls is False
@@ -55,6 +61,12 @@ class ResponseItems:
         self._sent_input = ""  # of the open custom call
         self.ended = False  # by the only call
         self._logprobs: list[dict[str, Any]] = []  # of the open message
+
+    def begin(self) -> Iterator[ItemEvent]:
+        """Yield the events of the items that are not generated."""
+        for index, item in enumerate(self.items[: self.num_given]):
+            yield "response.output_item.added", {"output_index": index, "item": item}
+            yield "response.output_item.done", {"output_index": index, "item": item}
 
     def push(self, event: OutputEvent, logprobs: Sequence[Any] = ()) -> Iterator[ItemEvent]:
         """Yield the events of a part of the answer. logprobs: of its tokens."""
@@ -76,7 +88,7 @@ class ResponseItems:
 
     def finish(self, status: str) -> Iterator[ItemEvent]:
         """Yield the last events. An item that `status` "incomplete" cut off is so itself."""
-        if not self.items:
+        if len(self.items) == self.num_given:
             yield from self._open("message", output_message(""))
             if self._space:
                 yield from self._text_delta(self._space, ())

@@ -25,6 +25,11 @@ class ReasoningOptions(ReasoningConfig):
     generate_summary: str | None = None  # an older name of `summary`
 
 
+class ContextManagement(RequestBody):
+    type: str
+    compact_threshold: Annotated[int | None, Field(ge=1, le=2**40)] = None  # tokens of the prompt
+
+
 class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, AlignmentFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
@@ -34,6 +39,7 @@ class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, AlignmentFi
     store: bool | None = None
     stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    context_management: list[ContextManagement] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
@@ -49,6 +55,12 @@ class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, AlignmentFi
     def stores(self) -> bool:
         """Whether the response is kept for later requests."""
         return self.store is not False
+
+    @property
+    def compact_threshold(self) -> int | None:
+        """The prompt's tokens beyond which its conversation is compacted; None for never."""
+        entries = [entry for entry in self.context_management or () if entry.type == "compaction"]
+        return next((entry.compact_threshold for entry in entries), None)
 
     @property
     def logprob_count(self) -> int | None:

@@ -38,6 +38,10 @@ class ResponseReading:
         """The items so far."""
         return self._items.items
 
+    def begin(self) -> Iterator[ItemEvent]:
+        """Yield the events of items that precede the answer."""
+        yield from self._items.begin()
+
     def push(self, event: GeneratedToken | Finished) -> Iterator[ItemEvent]:
         """Yield the events of the stream that follow from the generation's next event."""
         if isinstance(event, GeneratedToken):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query
 from starlette.responses import Response
 
-from kvkeep.chat.compaction_items import expand_compaction
+from kvkeep.chat.compaction_items import ITEM_TYPES, expand_compaction
 from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
@@ -28,7 +28,7 @@ from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.openai import stored_items
-from kvkeep.server.openai.compaction import prepare_compacted
+from kvkeep.server.openai.compaction import compact_conversation, prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
@@ -58,6 +58,8 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
     """Generate a response, optionally continuing an earlier one."""
     RESPONSES_RULES.check(body, context.notices)
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
+    kinds = [entry.type for entry in body.context_management or () if entry.type != "compaction"]
+    context.notices.ignore(*(f"context_management.{kind}" for kind in kinds))
     try:
         pending = await _start(body, context)
     except ApiError as error:
@@ -124,6 +126,13 @@ async def _prompt(
 ) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
     """Return the items that the response answers, the prompt, and the handle of a compaction."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
+    return await _prompt_of(items, body, context)
+
+
+async def _prompt_of(
+    items: list[dict[str, Any]], body: ResponsesRequest, context: RequestContext
+) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
+    """Return the same as `_prompt`, for the items of a conversation."""
     expanded, handle, warnings = expand_compaction(items)
     context.notices.warn(*warnings)
     chat = parse_chat(
@@ -132,10 +141,33 @@ async def _prompt(
     return items, await chat_input(context, chat, body.render_options()), handle
 
 
+async def _exceeds_threshold(
+    items: list[dict[str, Any]], prompt: ChatInput, body: ResponsesRequest, context: RequestContext
+) -> bool:
+    """Whether a conversation is to be compacted before its response, as the request wants it.
+
+    After a compaction, only once a quarter of the threshold came behind it: its item may stand for
+    more tokens than the threshold, in fewer cells.
+    """
+    threshold = body.compact_threshold
+    if threshold is None or len(prompt.ids) <= threshold:
+        return False
+    newest = next((item for item in reversed(items) if item.get("type") in ITEM_TYPES), None)
+    if newest is None:
+        return True
+    _, compacted, _ = await _prompt_of([newest], body, context)
+    return len(prompt.ids) - len(compacted.ids) > threshold // 4
+
+
 async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingResponse:
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
     items, prompt, handle = await _prompt(body, context)
+    compaction: dict[str, Any] | None = None
+    if await _exceeds_threshold(items, prompt, body, context):
+        whole, _, _ = expand_compaction(items)
+        compaction = (await compact_conversation(body, whole, context)).item
+        _, prompt, handle = await _prompt_of([compaction], body, context)
     prompt, samplings = await prompt.constrain(
         body.samplings(context.default_sampling),
         schema,
@@ -169,7 +201,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         if isinstance(error, ContextFull):
             raise overflow_error(service, len(prompt.ids)) from error
         raise
-    response_items = ResponseItems(body, prompt.chat.callable_tools)
+    response_items = ResponseItems(body, prompt.chat.callable_tools, compaction)
     reader = prompt.new_reader(stream.results[0])
     reading = ResponseReading(reader, response_items, context.tokenizer, early_end)
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
@@ -233,6 +265,8 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
     try:
         yield encode("response.created", response=response)
         yield encode("response.in_progress", response=response)
+        for event_type, fields in reading.begin():
+            yield encode(event_type, **fields)
         async for _, event in stream:
             if isinstance(event, PrefillProgress):
                 if request.return_progress:
