@@ -122,6 +122,27 @@ def test_marks_behind_answers_count_the_tokens_that_were_sampled(client: httpx.C
     assert len(pins(client)) == 1
 
 
+def test_marks_behind_cleared_results_are_found(client: httpx.Client) -> None:
+    """The prompt has other text before them than the client sent."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]
+    for number in range(4):
+        call = {"type": "tool_use", "id": f"toolu_{number}", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "A stone. " * 20}
+        messages.append({"role": "assistant", "content": [call]})
+        messages.append({"role": "user", "content": [result]})
+    messages[-1]["content"].append(block("What was it? " * 10, EPHEMERAL))
+    messages += [{"role": "assistant", "content": "-"}, {"role": "user", "content": "Say it."}]
+    trigger, keep = {"type": "tool_uses", "value": 1}, {"type": "tool_uses", "value": 1}
+    edit = {"type": "clear_tool_uses_20250919", "trigger": trigger, "keep": keep}
+    body = {"messages": messages, "tools": [TOOL], "context_management": {"edits": [edit]}}
+    answer = client.post("/v1/messages", json={**body, "max_tokens": 1}).raise_for_status().json()
+    assert answer["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 3
+    usage = answer["usage"]
+    total = sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_creation_", "cache_read_"))
+    (pin,) = pins(client)
+    assert total - 30 < pin["tokens"] < total
+
+
 def test_a_prompt_without_marks_is_not_pinned(client: httpx.Client) -> None:
     usage = ask(client, block("Hello"), system=f"Three. {SYSTEM}")
     assert usage["cache_creation_input_tokens"] == 0

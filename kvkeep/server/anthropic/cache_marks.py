@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvkeep.chat.anthropic_messages import parse_chat
+from kvkeep.chat.messages import Message
 from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.engine import PinRequest, Usage
 from kvkeep.errors import InvalidArgument
@@ -109,6 +110,9 @@ def _prefix_length(
     """
     if fields is None and body.messages[-1].get("role") == "assistant":
         return len(prompt.ids)
+    if fields is not None and body.context_management:  # what it clears differs from turn to turn
+        ids = _render(context, body, fields, False, prompt.chat.messages)
+        return common_length(prompt.ids, ids)
     options = body.render_options()
     key_parts = [context.owner, repr(options), _without_marks(fields)]
     key_text = json.dumps(key_parts, sort_keys=True, default=repr)
@@ -128,17 +132,40 @@ def _prefix_length(
 
 
 def _render(
-    context: RequestContext, body: CountTokensRequest, fields: _Fields, generation_prompt: bool
+    context: RequestContext,
+    body: CountTokensRequest,
+    fields: _Fields,
+    generation_prompt: bool,
+    edited: Sequence[Message] = (),
 ) -> list[int]:
-    """Return the token ids of a request; none if the template cannot render it."""
+    """Return the token ids of a request; none if the template cannot render it.
+
+    edited: the messages of the whole request after edits of its context.
+    """
     options = replace(body.render_options(), generation_prompt=generation_prompt)
     service = context.service
     try:
         chat, _ = apply_rules(parse_chat(fields), service.prompt_rules)
+        chat = replace(chat, messages=_as_edited(chat.messages, edited))
         find_written = partial(service.written.find, context.owner)
         return service.model.renderer.render(chat, options, find_written).ids
     except InvalidArgument:  # such as a conversation that ends with a call
         return []
+
+
+def _as_edited(messages: Sequence[Message], edited: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the first messages of a request as they are after its edits.
+
+    As they were from where an edit has taken whole parts, such as reasoning, from between them.
+    """
+    result = list(messages)
+    for index, (before, after) in enumerate(zip(messages, edited, strict=False)):
+        count = len(before.parts)
+        is_last = index == len(messages) - 1
+        if before.role != after.role or not (is_last or len(after.parts) == count):
+            break
+        result[index] = replace(after, parts=after.parts[:count])
+    return tuple(result)
 
 
 def _without_marks(value: Any) -> Any:
