@@ -180,7 +180,7 @@ def ragged(model: Model) -> dict[str, Callable[[Sampling], Session]]:
         return feed_and_generate(session, TEXT[:20], sampling)
 
     def residual(sampling: Sampling) -> Session:
-        session = model.session(256, policy="full", prefill_step=32, far_bits="8")
+        session = model.session(256, policy="full", prefill_step=32, kv_bits="8")
         session.feed(TEXT)
         session.compress(2.0, "kvzip", recent=8)
         return feed_and_generate(session, TEXT[:20], sampling)
