@@ -94,10 +94,10 @@ SESSIONS: dict[str, Callable[[], Session]] = {
         compressed,
         grouped,
         ragged,
-        with_residual_cells,
         archived_by_heads,
         with_windows,
         with_states,
+        with_residual_cells,
     )
 }
 
