@@ -14,7 +14,12 @@ from topics import topic_text
 
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
-from kvkeep.session.alignment import AlignmentPlan, AlignmentReport, plan_alignment
+from kvkeep.session.alignment import (
+    AlignmentOptions,
+    AlignmentPlan,
+    AlignmentReport,
+    plan_alignment,
+)
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import equal_runs
 
@@ -37,6 +42,10 @@ def texts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
         at = draw(st.integers(0, len(new)))
         new[at : at + draw(st.integers(0, 30))] = some_tokens(draw(st.integers(0, 30)), number)
     return old, new or old
+
+
+def in_place(reread: int, share: float) -> AlignmentOptions:
+    return AlignmentOptions("in_place", 0, reread, share)
 
 
 def counted_tokens(model: Model, function: Callable[[], AlignmentReport]) -> tuple[int, object]:
@@ -75,16 +84,20 @@ def test_long_texts_are_compared_in_a_moment(vocabulary):
     assert covered >= 0.9 * len(old)
 
 
-@given(texts(), st.sampled_from([0, 1, 16]), st.sampled_from(["full", "sliding"]))
+@given(texts(), st.sampled_from([(0, 0), (1, 1), (16, 0.1), (16, 1)]), st.integers(0, 1))
 @settings(max_examples=40)
-def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, reread, policy):
+def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, rereads, is_full):
     old, new = pair
+    policy = "full" if is_full else "sliding"
     session = MODEL.session(policy=policy, max_kv_size=1024, prefill_step=64)
     session.feed(old)
     original, before = session.fork(), whole_state(session.fork())
-    plan = plan_alignment(old, new, reread)
+    reread, share = rereads
+    plan = plan_alignment(old, new, in_place(reread, share))
     assert plan.kept + plan.moved + plan.evaluated == len(new)
-    counted, report = counted_tokens(MODEL, lambda: session.align(new, min_saved=0, reread=reread))
+    counted, report = counted_tokens(
+        MODEL, lambda: session.align(new, min_saved=0, reread=reread, reread_share=share)
+    )
     assert session.tokens == new
     if report.mode == "in_place":
         assert (report.seams, report.kept, report.moved) == (plan.seams, plan.kept, plan.moved)
@@ -94,6 +107,44 @@ def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, reread, po
     if report.mode == "in_place":
         expected = edited(original.fork(), plan)
         torch.testing.assert_close(session.logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+
+@given(texts())
+@settings(max_examples=15)
+def test_rereading_everything_is_a_fresh_evaluation(pair):
+    """Up to rounding, as the steps differ; an engine keeps to its steps, and to the bit."""
+    old, new = pair
+    session, fresh = (MODEL.session(max_kv_size=1024, prefill_step=64) for _ in range(2))
+    session.feed(old)
+    fresh.feed(new)
+    report = session.align(new, min_saved=0, reread=len(new), reread_share=1)
+    assert (report.mode, report.moved) == ("exact", 0)
+    assert session.tokens == fresh.tokens
+    torch.testing.assert_close(session.logits, fresh.logits, atol=1e-4, rtol=1e-4)
+
+
+@given(texts(), st.integers(0, 60), st.floats(0, 1))
+@settings(max_examples=60)
+def test_seams_share_what_is_evaluated_again(pair, reread, share):
+    old, new = pair
+    without = plan_alignment(old, new, in_place(0, 0))
+    plan = plan_alignment(old, new, in_place(reread, share))
+    sinks = 4  # of a text whose beginning was removed
+    limit = max(without.evaluated + reread, share * len(new)) + sinks
+    assert plan.evaluated <= max(limit, without.evaluated + sinks)
+    assert all(edit.reread <= max(reread, sinks) for edit in plan.edits)
+    assert plan.evaluated <= plan_alignment(old, new, in_place(reread, 1)).evaluated
+
+
+def test_larger_changes_have_more_evaluated_again_after_them():
+    old = some_tokens(2000, 1)
+    new = [*old[:100], *some_tokens(10, 2), *old[100:1000], *some_tokens(30, 3), *old[1000:]]
+    plan = plan_alignment(old, new, in_place(64, 0.06))
+    assert [edit.reread for edit in plan.edits] == [21, 60]
+    plan = plan_alignment(old, new, in_place(64, 1))
+    assert [edit.reread for edit in plan.edits] == [64, 64]
+    plan = plan_alignment(old, new, in_place(64, 0))
+    assert [edit.reread for edit in plan.edits] == [16, 48]
 
 
 def edited(session: Session, plan: AlignmentPlan) -> Session:
@@ -120,10 +171,10 @@ def test_local_layers_are_aligned_as_by_edits(reread):
     new = [*old[:90], *old[100:200], *some_tokens(30, 2), *old[200:280], *some_tokens(9, 3)]
     session = LOCAL_MODEL.session(prefill_step=64)
     session.feed(old)
-    plan = plan_alignment(old, new, reread, refill=16)
+    plan = plan_alignment(old, new, in_place(reread, 1), refill=16)
     expected = edited(session.fork(), plan)
     counted, report = counted_tokens(
-        LOCAL_MODEL, lambda: session.align(new, min_saved=0, reread=reread)
+        LOCAL_MODEL, lambda: session.align(new, min_saved=0, reread=reread, reread_share=1)
     )
     assert (session.tokens == new, report.seams) == (True, 2)
     assert report.evaluated <= counted <= report.evaluated + plan.refilled

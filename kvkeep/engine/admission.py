@@ -10,14 +10,14 @@ from dataclasses import replace
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.operations import OperationLog, Totals
-from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.preparing import PreparedSession, prepare_named
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
 from kvkeep.engine.reuse import Reuse, ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
-from kvkeep.session.alignment import AlignmentOptions, AlignmentPlan
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
@@ -67,31 +67,25 @@ class Admission:
         if session_name is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
-            record, reuse, plan = self._session_for_prompt(request, owner)
+            prepared = self._session_for_prompt(request, owner)
+        elif isinstance(request, GenerationRequest) and request.whole_text:
+            prepared = self._named_for_prompt(request, session_name, owner, revision)
         else:
-            record, reuse, plan = (
-                self._registry.load_idle(session_name, owner, revision),
-                Reuse(),
-                None,
-            )
+            record = self._registry.load_idle(session_name, owner, revision)
             if callable(request):
                 length_before = len(record.live.tokens)
                 request = request(record)
                 record.lower_token_counts(length_before)
             self._check_prompt(request, session_length=len(record.live.tokens))
+            prepared = PreparedSession(record, Reuse())
+        record, reuse = prepared.record, prepared.reuse
         try:
             samplings = samplings or [request.sampling]
             require_own_constraints(samplings, self._samplings_in_progress())
-            max_tokens, remaining_prompt = request.max_tokens, request.prompt[reuse.tokens :]
-            num_evaluated = len(remaining_prompt) if plan is None else plan.evaluated
+            max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
             new_tokens = None if max_tokens is None else num_evaluated + max_tokens
             self._registry.reserve(record, new_tokens, len(samplings))
-            feeding: Feeding | AlignedFeeding | None = None
-            if plan is not None:
-                feeding = AlignedFeeding(record.live.core, plan)
-            elif remaining_prompt:
-                top_logprobs = request.prompt_logprobs
-                feeding = record.live.feeding(remaining_prompt, top_logprobs=top_logprobs)
+            feeding = _feeding(request, prepared)
             first, *followers = [
                 Generation(replace(request, sampling=sampling), record, listener)
                 for sampling, listener in zip(samplings, listeners, strict=True)
@@ -125,16 +119,11 @@ class Admission:
 
     # A session for a request
 
-    def _session_for_prompt(
-        self, request: GenerationRequest, owner: str
-    ) -> tuple[SessionRecord, Reuse, AlignmentPlan | None]:
-        """Return an unnamed session for a prompt, and the part of the prompt that it holds.
-
-        With a plan, it holds that part once it is aligned.
-        """
+    def _session_for_prompt(self, request: GenerationRequest, owner: str) -> PreparedSession:
+        """Return an unnamed session for a prompt."""
         prompt, empty_session = request.prompt, self._new_session(owner)
         if request.prompt_logprobs is not None:  # of all tokens, so that all are evaluated
-            return self._registry.add(empty_session, owner, named=False), Reuse(), None
+            return PreparedSession(self._registry.add(empty_session, owner, named=False), Reuse())
         options = request.alignment or self.alignment
         candidates = self._registry.owned_by(owner, request.cache_key)
         match, in_place, report = match_prompt(prompt, candidates, empty_session, options)
@@ -143,34 +132,53 @@ class Admission:
             num_tokens = len(tokens) if match.resumes_session else match.common_tokens
             self._registry.pins.extend(match.record, num_tokens)
         if in_place is not None or not match.resumes_session:
-            self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
+            self._note_miss(owner, report)
         if in_place is not None:
             return self._session_in_place(in_place, report.reuse)
         reuse, source_record = report.reuse, match.record
         if source_record and match.resumes_session and not source_record.named:
             match.take_over()
-            return source_record, reuse, None
+            return PreparedSession(source_record, reuse)
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
         match.set_token_counts(record)
-        return record, reuse, None
+        return PreparedSession(record, reuse)
 
-    def _session_in_place(
-        self, match: InPlaceMatch, reuse: Reuse
-    ) -> tuple[SessionRecord, Reuse, AlignmentPlan | None]:
+    def _named_for_prompt(
+        self, request: GenerationRequest, name: str, owner: str, revision: int | None
+    ) -> PreparedSession:
+        """Return a named session for a prompt that is its whole text."""
+        registry, options = self._registry, request.alignment or self.alignment
+        if not request.prompt:
+            raise InvalidArgument("the prompt is empty: expected the whole text of the session")
+        prepared = prepare_named(
+            *(registry, request.prompt, name, owner, self._new_session, options, revision)
+        )
+        if prepared.reuse.mode == "in_place" and prepared.report is not None:
+            self._note_miss(owner, prepared.report)
+        if prepared.plan is not None:
+            self._operation_log.add(prepared.record, ALIGNED, prepared.plan.evaluated)
+        held = prepared.reuse.tokens
+        self._check_prompt(replace(request, prompt=request.prompt[held:]), session_length=held)
+        return prepared
+
+    def _note_miss(self, owner: str, report: ReuseReport) -> None:
+        self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
+
+    def _session_in_place(self, match: InPlaceMatch, reuse: Reuse) -> PreparedSession:
         """Return the session of a prompt that is aligned in place: a fork, or the session itself.
 
         Whatever becomes of it, no exact reuse takes cells from it.
         """
         source = match.record
-        if match.continues_session:
+        if match.continues_session(target=None):
             source.live.draw_anew()
-            return source, reuse, None
+            return PreparedSession(source, reuse)
         record = self._registry.add(source.live.fork(), source.owner, named=False)
         record.live.draw_anew()
         record.parent, record.first_edit = source.name, ALIGNED
         self._operation_log.add(record, ALIGNED, match.plan.evaluated)
-        return record, reuse, match.plan
+        return PreparedSession(record, reuse, match.plan)
 
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
         """Raise InvalidArgument for a prompt that is too long, or empty in an empty session."""
@@ -206,8 +214,12 @@ class Admission:
             fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
             fork.first_edit = record.first_edit
             follower.record = fork
-            reused_tokens = len(follower.request.prompt)
-            follower.start(None, Reuse(reused_tokens, "session", session=record.name))
+            reused_tokens, reuse = len(follower.request.prompt), Reuse()
+            if generation.reuse.mode == "in_place":  # its cells are the same
+                reuse = generation.reuse
+            follower.start(
+                None, replace(reuse, tokens=reused_tokens, source="session", session=record.name)
+            )
             self.scheduler.running.append(follower)
 
     def _release_session(self, generation: Generation) -> None:
@@ -228,6 +240,8 @@ class Admission:
             record.lower_token_counts(length_before)
         record.activity = "idle"
         record.reserved_bytes = 0
+        if usage.prompt:
+            record.last_prompt = usage.reuse.as_json(usage.prompt)
         if not record.named and record.live.cache.cells == 0:
             self._registry.remove(record)
             return
@@ -245,3 +259,23 @@ class Admission:
         totals.generated += usage.generated
         totals.prefill_seconds += usage.prefill_seconds
         totals.decode_seconds += usage.decode_seconds
+
+
+def _tokens_to_add(request: GenerationRequest, prepared: PreparedSession) -> int:
+    """Return how many cells the prompt adds to those that its session has now, at most."""
+    if prepared.plan is None:
+        return len(request.prompt) - prepared.reuse.tokens
+    return prepared.plan.evaluated if prepared.source is None else len(request.prompt)
+
+
+def _feeding(
+    request: GenerationRequest, prepared: PreparedSession
+) -> Feeding | AlignedFeeding | None:
+    """Return the evaluation of the rest of a prompt; None if nothing is left."""
+    session = prepared.record.live
+    if prepared.plan is not None:
+        return AlignedFeeding(session.core, prepared.plan, prepared.source)
+    remaining_prompt = request.prompt[prepared.reuse.tokens :]
+    if not remaining_prompt:
+        return None
+    return session.feeding(remaining_prompt, top_logprobs=request.prompt_logprobs)

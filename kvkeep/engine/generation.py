@@ -102,7 +102,8 @@ class Generation(Iterator[GenerationEvent]):
         self._feeding, self.reuse = feeding, reuse
         self.phase = "decode" if feeding is None else "prefill"
         tokens = self.record.live.tokens
-        self._step_aligned = self.record.step_aligned_tokens == len(tokens)
+        is_exact = not isinstance(feeding, AlignedFeeding)
+        self._step_aligned = is_exact and self.record.step_aligned_tokens == len(tokens)
         if self._step_aligned:
             self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
         if feeding is None:

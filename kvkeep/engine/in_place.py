@@ -43,11 +43,14 @@ class InPlaceMatch:
     record: SessionRecord
     plan: AlignmentPlan
 
-    @property
-    def continues_session(self) -> bool:
-        """Whether the session itself can take the prompt: it is an aligned one, and not edited."""
+    def continues_session(self, target: SessionRecord | None) -> bool:
+        """Whether the session itself can take the prompt: it is an aligned one, and not edited.
+
+        target: the session that will hold the prompt; None if any unnamed session may.
+        """
         record, plan = self.record, self.plan
-        is_free = not record.named and not record.busy and record.first_edit == ALIGNED
+        may_take = not record.named if target is None else record is target
+        is_free = may_take and not record.busy and record.first_edit == ALIGNED
         return is_free and not plan.seams and plan.tail.start == plan.tail.end
 
     def to_reuse(self, match: Match) -> Reuse:
@@ -62,6 +65,7 @@ class InPlaceMatch:
             mode="in_place",
             seams=plan.seams,
             moved=plan.moved,
+            reread=sum(edit.reread for edit in plan.edits),
         )
 
     def seams(self) -> tuple[Seam, ...]:
@@ -81,19 +85,21 @@ def match_prompt(
     candidates: Iterable[SessionRecord],
     empty_session: Session,
     options: AlignmentOptions,
+    target: SessionRecord | None = None,
 ) -> tuple[Match, InPlaceMatch | None, ReuseReport]:
     """Return the exact match of a prompt, the one in place if it is to be used, and a report.
 
-    candidates, empty_session: see `best_match`.
+    candidates, empty_session, target: see `best_match`.
     """
     records = list(candidates)
-    match = best_match(prompt, records, empty_session)
+    match = best_match(prompt, records, empty_session, target)
     report = explain(prompt, match)
     if options.mode == "exact":
         return match, None, report
     in_place, refusal = _best_in_place_match(prompt, records, empty_session, options, match)
     if in_place is None:
-        return match, None, replace(report, not_in_place=refusal)
+        reuse = replace(report.reuse, not_in_place=refusal)
+        return match, None, replace(report, reuse=reuse)
     reuse = in_place.to_reuse(match)
     return match, in_place, replace(report, reuse=reuse, seams=in_place.seams())
 
@@ -115,7 +121,7 @@ def _best_in_place_match(
     best, best_cost, refusal = None, exact_cost, "no session has a similar text"
     for record in _most_similar(prompt, candidates, empty_session):
         try:
-            plan = plan_for(record.live.core.memory, prompt, options.reread)
+            plan = plan_for(record.live.core.memory, prompt, options)
         except KvkeepError as error:
             refusal = str(error)
             continue

@@ -66,6 +66,7 @@ class SessionRecord:
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
     removed: bool = False  # deleted
     activity: Activity = "idle"
+    last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)

@@ -31,6 +31,9 @@ class GenerationRequest:
     end_tokens: tuple[int, ...] = ()  # beside the model's
     # How a prompt without a session reuses cells; None for the engine's default.
     alignment: AlignmentOptions | None = None
+    # In a named session, which is created if it is missing: the prompt is its whole text, of which
+    # it keeps what it holds or another session holds. Otherwise the prompt follows its text.
+    whole_text: bool = False
     pins: tuple[PinRequest, ...] = ()  # of the session's first tokens, when it has ended
     written_tokens: int = 0  # of the prompt, that were sampled for earlier requests; for `Usage`
     # Called in the engine's thread when the generation has ended in any way, with the session, the

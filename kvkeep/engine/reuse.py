@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,17 @@ class Reuse:
     mode: AlignmentMode = "exact"
     seams: int = 0  # places where a run of such tokens begins
     moved: int = 0  # of the tokens
+    reread: int = 0  # equal tokens after seams that are evaluated again
+    not_in_place: str = ""  # why the prompt was not aligned in place, if that was asked for
+
+    def as_json(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return how much of a prompt is reused, and what of it in place, or why nothing."""
+        fields: dict[str, Any] = {"prompt_tokens": prompt_tokens, "reused": self.tokens}
+        if self.mode == "in_place":
+            kept = self.tokens - self.moved
+            counts = {"kept": kept, "moved": self.moved, "reread": self.reread}
+            return {**fields, "reuse": self.mode, **counts}
+        return {**fields, "not_in_place": self.not_in_place} if self.not_in_place else fields
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,6 @@ class ReuseReport:
     reuse: Reuse
     difference: TextDifference | None  # None if no text begins like the prompt
     seams: tuple[Seam, ...] = ()  # of a prompt that was aligned in place
-    not_in_place: str = ""  # why it was not, if that was asked for
 
 
 class StepAlignedCache:

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from kvkeep.engine.in_place import match_prompt
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.pins import PrefixPin
+from kvkeep.engine.preparing import prepare_named
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import ReuseReport, best_match
+from kvkeep.engine.reuse import ReuseReport
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.session import Session
@@ -88,26 +89,9 @@ class SessionOperations:
         The prefix is from any session of the owner (`kvkeep.engine.reuse`). Creates the session if
         it is missing. Returns the length of the prefix in tokens.
         """
-        empty_session = self._new_session(owner)
-        existing = self._registry.get(name, owner)
-        if existing:
-            self._registry.load_idle(name, owner)
-        # A missing session is matched as an empty one, which is not in the registry.
-        target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
-        match = best_match(prompt, self._registry.owned_by(owner), empty_session, target)
-        if match.record is not None and match.record is not target:
-            self._registry.pins.extend(match.record, match.common_tokens)
-        if match.resumes_session and match.record is target:
-            if match.take_over():
-                target.mark_changed()
-            return match.reused_tokens
-        session = match.build_session(empty_session)
-        record = existing or self._registry.add(session, owner, name)
-        if existing:
-            record.session, record.first_edit = session, ""
-            record.mark_changed()
-        match.set_token_counts(record)
-        return match.reused_tokens
+        exact, new_session = AlignmentOptions(), self._new_session
+        prepared = prepare_named(self._registry, prompt, name, owner, new_session, exact)
+        return prepared.reuse.tokens
 
     def continue_compacted(
         self, prompt: Sequence[int], name: str, handle: str, owner: str = "0"

@@ -23,33 +23,32 @@ class AlignmentParams(RequestBody):
     mode: AlignmentMode
     min_saved: _Count = None
     reread: _Count = None
+    reread_share: Annotated[float | None, Field(ge=0, le=1)] = None
 
 
 class AlignmentFields(RequestBody):
     """kvkeep's own field of requests with a prompt, for the reuse of similar prompts.
 
-    alignment: "exact" or "in_place", or an object; by default what the server was started with.
+    alignment: "exact" or "in_place", or an object; by default that of the API key or the server.
     """
 
     alignment: AlignmentMode | AlignmentParams | None = None
 
     def alignment_options(self, context: RequestContext) -> AlignmentOptions:
         """Return the options of the request's prompt."""
-        default, alignment = context.engine.alignment, self.alignment
+        default, alignment = context.default_alignment, self.alignment
         if alignment is None:
             return default
         if isinstance(alignment, str):
             return replace(default, mode=alignment)
-        counts = {"min_saved": alignment.min_saved, "reread": alignment.reread}
-        given = {name: count for name, count in counts.items() if count is not None}
-        return replace(default, mode=alignment.mode, **given)
+        return replace(default, **alignment.model_dump(exclude_none=True))
 
 
 def own_fields(*usages: Usage) -> dict[str, Any]:
     """Return the field `x_kvkeep` of an answer; {} if there is nothing to report.
 
     It counts tokens of the prompt that were forgotten, and those that the model sampled for earlier
-    requests, and says how the prompt was aligned in place.
+    requests, and says how the prompt was aligned in place, or why it was not if that was asked for.
     """
     evicted = max(usage.evicted for usage in usages)
     fields: dict[str, Any] = {"forgotten_prompt_tokens": evicted} if evicted else {}
@@ -58,6 +57,8 @@ def own_fields(*usages: Usage) -> dict[str, Any]:
     aligned = next((usage for usage in usages if usage.reuse.mode == "in_place"), None)
     if aligned is not None:
         fields |= _in_place_fields(aligned)
+    elif reason := next((usage.reuse.not_in_place for usage in usages), ""):
+        fields |= {"reuse": "exact", "not_in_place": reason}
     return {"x_kvkeep": fields} if fields else {}
 
 
@@ -69,4 +70,5 @@ def _in_place_fields(usage: Usage) -> Mapping[str, Any]:
         "kept": reuse.tokens - reuse.moved,
         "moved": reuse.moved,
         "evaluated": usage.evaluated,
+        "reread": reuse.reread,
     }

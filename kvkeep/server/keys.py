@@ -1,16 +1,24 @@
-"""API keys and the owners that they identify."""
+"""API keys, the owners that they identify, and how their prompts are aligned."""
 
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.storage.files.text import read_text_file
 
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
 _MIN_KEY_LENGTH = 16  # characters of a key
+# The settings that may follow a key in its line, such as "KEY alignment=in_place reread=64".
+_SETTINGS = {"alignment": "mode", "min_saved": "min_saved", "reread": "reread"}
+_NO_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 class ApiKeys:
@@ -20,9 +28,20 @@ class ApiKeys:
     folders and responses reveal nothing about keys.
     """
 
-    def __init__(self, keys: tuple[str, ...] = (), secret: bytes = b""):
+    def __init__(
+        self,
+        keys: tuple[str, ...] = (),
+        secret: bytes = b"",
+        alignment: Mapping[str, Mapping[str, Any]] = _NO_SETTINGS,
+    ):
+        """alignment: fields of `AlignmentOptions` by key, which replace the server's."""
         self._secret = secret or secrets.token_bytes(32)
         self._owners = [self._digest(key) for key in keys]
+        self._alignment = {self._digest(key): fields for key, fields in alignment.items()}
+
+    def alignment(self, owner: str, default: AlignmentOptions) -> AlignmentOptions:
+        """Return how an owner's prompts are aligned. default: the server's options."""
+        return replace(default, **self._alignment.get(owner, {}))
 
     def owner(self, key: str | None) -> str | None:
         """Return the owner that a key identifies; None for a missing or unknown key."""
@@ -39,18 +58,39 @@ class ApiKeys:
     def read(cls, file: Path | None, secret: bytes | Path) -> "ApiKeys":
         """Read a file with one key a line; empty lines and those that begin with # are skipped.
 
+        Settings for the key's prompts may follow it: see `_SETTINGS`.
+
         secret: a fleet's secret, or the folder with the server's, so that owners stay the same
         after a restart. Raises InvalidArgument for a file without keys, or with a short key.
         """
         if file is None:
             return cls()
         lines = [line.strip() for line in read_text_file(file).splitlines()]
-        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        entries = [line.split() for line in lines if line and not line.startswith("#")]
+        keys = tuple(key for key, *_ in entries)
         if not keys:
             raise InvalidArgument(f"{file} has no keys: write one key per line")
         if any(len(key) < _MIN_KEY_LENGTH for key in keys):
             raise InvalidArgument(f"{file}: a key must have {_MIN_KEY_LENGTH} characters or more")
-        return cls(keys, secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
+        alignment = {key: _read_settings(words, file) for key, *words in entries}
+        secret = secret if isinstance(secret, bytes) else _read_or_create_secret(secret)
+        return cls(keys, secret, alignment)
+
+
+def _read_settings(words: list[str], file: Path) -> dict[str, Any]:
+    """Return the fields of `AlignmentOptions` that the words behind a key set."""
+    fields: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in _SETTINGS or (name != "alignment" and not value.isdecimal()):
+            expected = "alignment=exact or in_place, min_saved=N or reread=N"
+            raise InvalidArgument(f"{file}: expected {expected} behind a key; found {word!r}")
+        fields[_SETTINGS[name]] = value if name == "alignment" else int(value)
+    try:
+        AlignmentOptions(**fields)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{file}: {error}") from error
+    return fields
 
 
 def _read_or_create_secret(folder: Path) -> bytes:

@@ -30,6 +30,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.admission_queue import AdmissionQueue
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.notices import Notices
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
 from kvkeep.types import ContextPolicy
@@ -96,6 +97,11 @@ class RequestContext:
     @property
     def default_sampling(self) -> Sampling:
         return self.service.model.default_sampling
+
+    @property
+    def default_alignment(self) -> AlignmentOptions:
+        """How prompts are aligned whose requests do not say it."""
+        return self.service.keys.alignment(self.owner, self.engine.alignment)
 
     @property
     def notices(self) -> Notices:

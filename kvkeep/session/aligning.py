@@ -24,7 +24,7 @@ from kvkeep.session.token_diff import common_length
 _ALTERNATIVE = 'use mode="exact", or a new session'
 
 
-def plan_for(memory: Memory, target: Sequence[int], reread: int) -> AlignmentPlan:
+def plan_for(memory: Memory, target: Sequence[int], options: AlignmentOptions) -> AlignmentPlan:
     """Plan how a memory's text becomes `target` in place.
 
     All of its tokens must be held, each in a cell of its own. Raises InvalidArgument if that, or
@@ -33,7 +33,7 @@ def plan_for(memory: Memory, target: Sequence[int], reread: int) -> AlignmentPla
     _require_alignable(memory, len(target))
     local_cache = memory.cache.local_cache
     window = None if local_cache is None else local_cache.window.size
-    plan = plan_alignment(memory.tokens.array(), target, reread, LOCAL_WINDOWS * (window or 0))
+    plan = plan_alignment(memory.tokens.array(), target, options, LOCAL_WINDOWS * (window or 0))
     _require_room(memory, plan.peak_tokens)
     return plan
 
@@ -69,7 +69,7 @@ def align(core: SessionCore, target: list[int], options: AlignmentOptions) -> Al
     """Make `target` the session's text: see `Session.align`."""
     started, reason = time.perf_counter(), "exact alignment was asked for"
     if options.mode == "in_place":
-        plan = plan_for(core.memory, target, options.reread)
+        plan = plan_for(core.memory, target, options)
         if plan.seams and plan.saved >= options.min_saved:
             return _align_in_place(core, plan, started)
         reason = f"it would save {plan.saved} tokens; expected {max(1, options.min_saved)} or more"
@@ -133,12 +133,15 @@ class AlignedFeeding(Iterator[FeedStep]):
     The session changes once all edits are evaluated; then the tail is fed, step by step. Until it
     is done, no other caller may change the session.
 
-    total: tokens to evaluate. done: how many of them are.
+    source: the state that the plan aligns, which takes the place of the session's; by default it is
+    the session's own. total: tokens to evaluate. done: how many of them are.
     """
 
-    def __init__(self, core: SessionCore, plan: AlignmentPlan):
+    def __init__(self, core: SessionCore, plan: AlignmentPlan, source: SessionState | None = None):
         self.total, self.done = plan.evaluated, 0
-        self._core, self._plan, self._memory = core, plan, core.memory.fork()
+        self._core, self._plan = core, plan
+        self._source_spans = None if source is None else source.spans
+        self._memory = (source or core.state).memory.fork()
         self._steps: Iterator[int] = _steps(self._memory, plan, core.prefill_step)
         self._tail: Feeding | None = None
         self._failed = False
@@ -153,6 +156,8 @@ class AlignedFeeding(Iterator[FeedStep]):
             return self._advance(count)
         if self._tail is None:
             with session_transaction([self._core]) as (state,):
+                if self._source_spans is not None:
+                    state.spans = dict(self._source_spans)
                 _replace_memory(state, self._memory, self._plan)
             self._tail = Feeding(self._core, list(self._plan.tail.ids))
         return self._advance(self._tail.step().tokens)

@@ -11,7 +11,7 @@ The place at which cells that were computed after another text begin is a *seam*
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvkeep.session.token_diff import EqualRun, equal_runs
 from kvkeep.types import AlignmentMode
 
 DEFAULT_REREAD = 16  # tokens that are evaluated again after a seam
+DEFAULT_REREAD_SHARE = 0.05  # of a text: with so much of it evaluated, no more is evaluated again
 DEFAULT_MIN_SAVED = 256  # tokens that alignment in place must save
 _MIN_RUN = 32  # tokens that are worth a seam
 _SINKS = 4  # first tokens, which all others attend to
@@ -101,25 +102,30 @@ class AlignmentOptions:
     """The choices of an alignment.
 
     mode: "exact" reuses only the common beginning. min_saved: tokens that alignment in place must
-    save, or all after the common beginning is evaluated. reread: tokens after each seam that are
-    evaluated again.
+    save, or all after the common beginning is evaluated. reread: the most tokens after each seam
+    that are evaluated again. reread_share: with this share of the text evaluated, no more is
+    evaluated again, beyond what one seam may have; 1 for no limit.
     """
 
     mode: AlignmentMode = "exact"
     min_saved: int = DEFAULT_MIN_SAVED
     reread: int = DEFAULT_REREAD
+    reread_share: float = DEFAULT_REREAD_SHARE
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(AlignmentMode):
             raise InvalidArgument(f'alignment is "exact" or "in_place"; found {self.mode!r}')
         validation.integer("min_saved", self.min_saved, 0)
         validation.integer("reread", self.reread, 0)
+        share = validation.finite_number("reread_share", self.reread_share)
+        if not 0 <= share <= 1:
+            raise InvalidArgument(f"reread_share is 0 to 1; found {share}")
 
 
 def plan_alignment(
     tokens: ArrayLike,
     target: Sequence[int],
-    reread: int = DEFAULT_REREAD,
+    options: AlignmentOptions,
     refill: int = 0,
 ) -> AlignmentPlan:
     """Plan how a text becomes another one, which is not empty.
@@ -127,24 +133,80 @@ def plan_alignment(
     Runs of equal tokens too short to be worth a seam are evaluated, as is the last token, for its
     logits. refill: tokens before each edit that are evaluated again for windows of local layers.
     """
-    edits, position, kept, moved = list[TokenEdit](), EqualRun(0, 0, 0), 0, 0
-    for run in equal_runs(tokens, target, _MIN_RUN):
-        length = min(run.length, len(target) - 1 - run.new)
-        if run.old == run.new == 0:
-            kept, position = length, EqualRun(length, length, 0)
+    kept, runs = _reusable_runs(tokens, target)
+    edits, position, moved = list[TokenEdit](), EqualRun(kept, kept, 0), 0
+    for run, reread in zip(runs, _rereads(runs, kept, len(target), options), strict=True):
+        if reread == run.length:
             continue
-        # The first tokens are attention sinks, which only the beginning of a text can be.
-        reread_here = reread if run.new else max(reread, _SINKS)
-        if length - reread_here < _MIN_RUN:
-            continue
-        ids = tuple(target[position.new : run.new + reread_here])
-        edits.append(TokenEdit(position.old, run.old + reread_here, ids, reread_here))
-        position = EqualRun(run.old + length, run.new + length, 0)
-        moved += length - reread_here
+        ids = tuple(target[position.new : run.new + reread])
+        edits.append(TokenEdit(position.old, run.old + reread, ids, reread))
+        position = EqualRun(run.old + run.length, run.new + run.length, 0)
+        moved += run.length - reread
     tail = TokenEdit(position.old, np.size(tokens), tuple(target[position.new :]))
     evaluated = len(target) - kept - moved
     refilled = _count_refilled(edits, len(target) - len(tail.ids), refill) if refill else 0
     return AlignmentPlan(tuple(edits), tail, kept, moved, evaluated, refilled)
+
+
+def _reusable_runs(tokens: ArrayLike, target: Sequence[int]) -> tuple[int, list[EqualRun]]:
+    """Return the length of the common beginning, and the later runs that are worth a seam."""
+    kept, runs = 0, list[EqualRun]()
+    for run in equal_runs(tokens, target, _MIN_RUN):
+        length = min(run.length, len(target) - 1 - run.new)
+        if run.old == run.new == 0:
+            kept = length
+        elif length >= _MIN_RUN + (0 if run.new else _SINKS):
+            runs.append(replace(run, length=length))
+    return kept, runs
+
+
+def _rereads(
+    runs: Sequence[EqualRun], kept: int, num_target: int, options: AlignmentOptions
+) -> list[int]:
+    """Return how many first tokens of each run are evaluated again; all if few would be left.
+
+    At most `options.reread` each. In all, as many as one seam may have, or as bring the evaluated
+    tokens to `options.reread_share` of the text. If that is too few, seams get them in proportion
+    to the tokens that were changed before them.
+    """
+    wanted = [_whole_or(run, options.reread) for run in runs]
+    num_new = num_target - kept - sum(run.length for run in runs)
+    budget = max(options.reread, int(options.reread_share * num_target) - num_new)
+    shares = _divide(budget, wanted, _changes_before(runs, kept))
+    return [
+        wanted_here if share >= wanted_here else max(min(share, run.length - _MIN_RUN), sinks)
+        for run, wanted_here, share in zip(runs, wanted, shares, strict=True)
+        # The first tokens are attention sinks, which only the beginning of a text can be.
+        for sinks in [0 if run.new else _SINKS]
+    ]
+
+
+def _whole_or(run: EqualRun, reread: int) -> int:
+    """Return how many tokens of a run would be evaluated again without a limit in all."""
+    reread = reread if run.new else max(reread, _SINKS)
+    return run.length if run.length - reread < _MIN_RUN else reread
+
+
+def _changes_before(runs: Sequence[EqualRun], kept: int) -> list[int]:
+    """Return how many tokens were removed and inserted right before each run."""
+    old_ends = [kept, *(run.old + run.length for run in runs)]
+    new_ends = [kept, *(run.new + run.length for run in runs)]
+    return [
+        run.old - old_end + run.new - new_end
+        for run, old_end, new_end in zip(runs, old_ends, new_ends, strict=False)
+    ]
+
+
+def _divide(total: int, limits: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """Divide a total in proportion to weights, none above its limit: all of it, if limits allow.
+
+    For instance 100 by the weights 1, 1 and 2 with limits of 20 each but the last: 20, 20 and 60.
+    """
+    shares, weight_left = [0] * len(limits), sum(weights)
+    for index in sorted(range(len(limits)), key=lambda each: limits[each] / weights[each]):
+        shares[index] = min(limits[index], total * weights[index] // weight_left)
+        total, weight_left = total - shares[index], weight_left - weights[index]
+    return shares
 
 
 def _count_refilled(edits: Sequence[TokenEdit], tail_start: int, refill: int) -> int:

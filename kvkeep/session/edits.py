@@ -9,6 +9,7 @@ from kvkeep.session.aligning import align
 from kvkeep.session.alignment import (
     DEFAULT_MIN_SAVED,
     DEFAULT_REREAD,
+    DEFAULT_REREAD_SHARE,
     AlignmentOptions,
     AlignmentReport,
 )
@@ -129,6 +130,7 @@ class SessionEdits:
         mode: AlignmentMode = "in_place",
         min_saved: int = DEFAULT_MIN_SAVED,
         reread: int = DEFAULT_REREAD,
+        reread_share: float = DEFAULT_REREAD_SHARE,
         special: bool = False,
     ) -> AlignmentReport:
         """Make a prompt the session's whole text, reusing the cells that it has of it.
@@ -138,15 +140,17 @@ class SessionEdits:
         this is cheap, and not exact. "exact" evaluates everything after the first difference again,
         and so does "in_place" where it would save fewer than `min_saved` tokens.
 
-        reread: how many tokens after each edit in place are evaluated again: more cost more, and
-            come closer to an exact evaluation.
+        reread: how many tokens after each edit in place are evaluated again, at most: more cost
+            more, and come closer to an exact evaluation.
+        reread_share: the share of the prompt that may be evaluated by that, new tokens included,
+            unless `reread` alone is more. Many edits share it by their sizes. 1 for no limit.
         special: see `feed`.
 
         Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
         sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
         changed then, or by Ctrl-C.
         """
-        options = AlignmentOptions(mode, min_saved, reread)
+        options = AlignmentOptions(mode, min_saved, reread, reread_share)
         ids = self.core.encode(prompt, special)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")

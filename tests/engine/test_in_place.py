@@ -1,6 +1,7 @@
 """Prompts that are aligned in place, and what they leave to others: no bit of it."""
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from small_models import local_spec, small_model, state_specs
 from kvkeep.engine import Engine, Limits
 from kvkeep.engine.in_place import ALIGNED
 from kvkeep.engine.record import max_session_bytes
+from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling
 
 MODEL = small_model()
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 1500, "prefill_step": 32}
-IN_PLACE = AlignmentOptions("in_place", min_saved=64, reread=4)
+IN_PLACE = AlignmentOptions("in_place", min_saved=64, reread=4, reread_share=1.0)
 
 
 def text(count: int, seed: int = 7) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ def test_requests_are_aligned_only_where_it_is_asked_for_and_saves_enough():
         assert result.reuse.mode == "exact"
         other_owner = engine.explain(SECOND, "1", IN_PLACE).result()
         assert (other_owner.reuse.tokens, other_owner.reuse.mode) == (0, "exact")
-        assert "similar" in other_owner.not_in_place
+        assert "similar" in other_owner.reuse.not_in_place
     with Engine(MODEL, settings=SETTINGS, alignment=IN_PLACE) as engine:  # the engine's default
         Request(FIRST, 4).do(engine)
         assert engine.explain(SECOND).result().reuse.mode == "in_place"
@@ -150,7 +152,7 @@ def test_models_with_states_are_evaluated_exactly_and_the_report_says_why():
     with Engine(model, settings=SETTINGS) as engine:
         Request(FIRST, 4).do(engine)
         report = engine.explain(SECOND, alignment=IN_PLACE).result()
-        assert "states" in report.not_in_place
+        assert "states" in report.reuse.not_in_place
         (result,) = in_place(SECOND).do(engine)
         assert result.reuse.mode == "exact"
 
@@ -186,7 +188,7 @@ def test_a_rewrite_that_has_no_room_while_it_is_aligned_is_evaluated_exactly():
         (result,) = in_place(rewritten).do(engine)
         assert (result.error, result.reuse.mode) == (None, "exact")
         (report, *_) = engine.cache_misses().result()
-        assert "needs 1549" in report.not_in_place
+        assert "needs 1549" in report.reuse.not_in_place
         assert result.same(alone(Request(rewritten, 4)))
 
 
@@ -201,3 +203,76 @@ def test_a_prompt_that_is_mostly_held_needs_memory_for_the_rest_alone(mode: Any)
         assert result.reuse.tokens >= len(FIRST) - 32
         (result,) = Request(SECOND, 4, alignment=options).do(engine)
         assert result.error is None
+
+
+def whole(prompt: tuple[int, ...], count: int = 4, **options: Any) -> Request:
+    """A request whose prompt is the whole text of its named session."""
+    return Request(prompt, count, whole_text=True, **options)
+
+
+def test_named_sessions_are_aligned_and_serve_no_exact_request():
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        whole(FIRST, session="a").do(engine)
+        for name in ("a", "b"):  # its own text, and another session's
+            (second,) = whole(SECOND, session=name, alignment=IN_PLACE).do(engine)
+            assert (second.reuse.mode, second.reuse.seams) == ("in_place", 2 if name == "a" else 0)
+            assert second.tokens == (*SECOND, *second.written)
+            assert engine.find(name).result().first_edit == ALIGNED
+        third = (*second.tokens, *text(30, 3))
+        (result,) = whole(third, session="b", alignment=IN_PLACE).do(engine)
+        assert (result.reuse.tokens, result.reuse.moved) == (len(second.tokens), 0)
+        for session in ("a", None):  # the text of "a" is evaluated anew, too
+            request = whole(SECOND, session=session) if session else Request(SECOND, 4)
+            (result,) = request.do(engine)
+            assert result.reuse.mode == "exact"
+            assert result.same(alone(Request(SECOND, 4)))
+
+
+def test_samples_of_an_aligned_prompt_report_it_all():
+    samplings = tuple(Sampling(temperature=1.0, seed=seed) for seed in range(2))
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        results = in_place(SECOND, samplings=samplings).do(engine)
+        assert [result.reuse.mode for result in results] == ["in_place", "in_place"]
+        assert results[1].reuse.tokens == len(SECOND)
+
+
+def test_a_named_session_is_as_before_or_after_its_alignment(tmp_path: Path):
+    """At each step, on disk as after a kill, and in memory as after a cancelled request."""
+    inserted = (*FIRST[:20], *text(300, 4), *FIRST[20:])
+    folders = list[Path]()
+    with Engine(MODEL, settings=SETTINGS, folder=tmp_path / "sessions") as engine:
+        (first,) = whole(FIRST, session="a").do(engine)
+        engine.save("a").result()
+
+        def copy(generation: Any) -> None:
+            folders.append(tmp_path / str(len(folders)))
+            shutil.copytree(tmp_path / "sessions", folders[-1])
+
+        with pytest.MonkeyPatch.context() as patch:
+            step = AlignedFeeding.step
+            patch.setattr(AlignedFeeding, "step", lambda *args: copy(args) or step(*args))
+            (cancelled,) = whole(
+                inserted, session="a", alignment=IN_PLACE, cancel=("read", 550)
+            ).do(engine)
+        assert cancelled.error is not None
+        assert tuple(engine.find("a").result().live.tokens) == first.tokens
+        (aligned,) = whole(inserted, session="a", alignment=IN_PLACE).do(engine)
+        assert aligned.reuse.mode == "in_place"
+    for folder in (folders[0], folders[-1]):
+        with Engine(MODEL, settings=SETTINGS, folder=folder) as engine:
+            record = engine.inspect("a", "0", lambda record: record).result()
+            assert (tuple(record.live.tokens), record.first_edit) == (first.tokens, "")
+    with Engine(MODEL, settings=SETTINGS, folder=tmp_path / "sessions") as engine:
+        record = engine.inspect("a", "0", lambda record: record).result()
+        assert (tuple(record.live.tokens), record.first_edit) == (aligned.tokens, ALIGNED)
+
+
+def test_rereading_everything_is_an_evaluation_as_if_it_were_alone():
+    everything = replace(IN_PLACE, reread=10**6, reread_share=1.0)
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        Request(FIRST, 4).do(engine)
+        (result,) = Request(SECOND, 4, alignment=everything).do(engine)
+        assert (result.reuse.mode, result.reuse.moved) == ("exact", 0)
+        assert "would save" in result.reuse.not_in_place or "similar" in result.reuse.not_in_place
+        assert result.same(alone(Request(SECOND, 4)))

@@ -36,6 +36,7 @@ class Request:
     cancel: tuple[str, int] | None = None
     alignment: AlignmentOptions | None = None
     pins: tuple[PinRequest, ...] = ()
+    whole_text: bool = False
 
     def do(self, engine: Engine) -> list["Result"]:
         return batch(engine, [self])[0]
@@ -157,6 +158,7 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
                 ignore_eos=True,
                 alignment=request.alignment,
                 pins=request.pins,
+                whole_text=request.whole_text,
             )
             if request.session is None and len(own) > 1:
                 future = engine.submit_many(ask, request.samplings, "0", own)

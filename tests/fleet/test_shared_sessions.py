@@ -275,6 +275,9 @@ def test_responses_and_slots_are_local_to_a_server(a: httpx.Client) -> None:
     for _ in range(2):
         a.get(f"/v1/sessions/{created['id']}")
         assert ok(a.get(f"/v1/responses/{created['id']}"))["id"] == created["id"]
+    more = {"alignment": "in_place", "previous_response_id": created["id"]}
+    aligned = ok(a.post("/v1/responses", json={**body, **more}))
+    assert "256 or more" in aligned["x_kvkeep"]["not_in_place"]
     for name in ("slot-1", "resp_mine"):
         assert a.post("/v1/sessions", json={"name": name}).status_code == 400
 

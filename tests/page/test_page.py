@@ -205,6 +205,20 @@ def test_a_missed_prompt_has_a_card(page: Page, client: httpx.Client) -> None:
     expect(page.locator(".card").first).to_contain_text("This prompt")
 
 
+def test_views_say_what_was_moved_in_place(page: Page, client: httpx.Client) -> None:
+    alignment = {"mode": "in_place", "min_saved": 64, "reread": 8}
+    for day in ("Monday", "Friday, the 13th"):
+        facts = "".join(f"Fact {number}: {number} plus 1 is {number + 1}. " for number in range(24))
+        options = {"prompt": f"Today is {day}. {facts}", "n_predict": 2, "id_slot": 3}
+        client.post("/completion", json=options | {"alignment": alignment}).raise_for_status()
+    page.get_by_role("link", name="Missed prompts").click()
+    moved = re.compile(r"tokens reused, \d+ of them moved in place, 8 others read again")
+    expect(page.locator(".card").first).to_contain_text(moved)
+    page.locator(".card").first.get_by_role("link", name="Prompt").click()
+    show(page, "slot-3")
+    expect(page.locator("main")).to_contain_text(moved)
+
+
 def test_pinned_prompts_are_listed_and_released(page: Page, client: httpx.Client) -> None:
     messages = [{"role": "user", "content": "What is two and two?"}]
     options = {"messages": messages, "max_tokens": 2, "prompt_cache_key": "sums"}

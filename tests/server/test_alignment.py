@@ -7,6 +7,7 @@ import pytest
 from server.conftest import RunningServer, serving
 
 from kvkeep.engine import Engine
+from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 from kvkeep.session.alignment import AlignmentOptions
@@ -72,6 +73,31 @@ def test_explain_shows_the_texts_at_each_seam(server: RunningServer):
         assert "align" in [each["what"] for each in aligned]
 
 
+def test_stored_responses_and_slots_are_aligned_if_that_is_asked_for(server: RunningServer):
+    responses = "/v1/responses"
+    with server.client() as client:
+        first = client.post(responses, json=body(responses, "Saturday") | {"store": True}).json()
+        more = {"store": True, "previous_response_id": first["id"], "input": "And now?"}
+        second = client.post(responses, json=body(responses, "Sunday", IN_PLACE) | more).json()
+        fields = second["x_kvkeep"]
+        assert (fields["reuse"], fields["seams"]) == ("in_place", 1)
+        assert (
+            fields["kept"] + fields["moved"] + fields["evaluated"]
+            == (second["usage"]["input_tokens"])
+        )
+        assert fields["reread"] == 8
+        more["previous_response_id"] = second["id"]
+        exact = client.post(responses, json=body(responses, "Sunday") | more).json()
+        assert "x_kvkeep" not in exact
+        assert exact["usage"]["input_tokens_details"]["cached_tokens"] < fields["kept"] + 64
+        slot = {"id_slot": 0}
+        client.post("/completion", json=body("/completion", "Saturday") | slot)
+        answer = client.post("/completion", json=body("/completion", "Sunday", IN_PLACE) | slot)
+        fields = answer.json()["x_kvkeep"]
+        assert (fields["reuse"], fields["seams"]) == ("in_place", 1)
+        assert answer.json()["tokens_cached"] == fields["kept"] + fields["moved"]
+
+
 @pytest.mark.parametrize(
     "alignment",
     [
@@ -103,9 +129,23 @@ def test_a_servers_default_holds_for_each_owner_alone(smollm2: Model, tmp_path: 
     ):
         client.post(chat, json=body(chat, "Monday"))
         theirs = other.post(chat, json=body(chat, "Tuesday")).json()
-        assert "x_kvkeep" not in theirs
+        assert theirs["x_kvkeep"]["reuse"] == "exact"
+        assert "similar" in theirs["x_kvkeep"]["not_in_place"]
         assert theirs["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         exact = client.post(chat, json=body(chat, "Wednesday", "exact")).json()
         assert "x_kvkeep" not in exact
         aligned = client.post(chat, json=body(chat, "Thursday")).json()
         assert aligned["x_kvkeep"]["reuse"] == "in_place"
+
+
+def test_a_key_has_options_of_its_own(tmp_path: Path):
+    file, keys = tmp_path / "keys", ("first-key-of-16-characters", "second-key-of-16-characters")
+    file.write_text(f"{keys[0]} alignment=in_place reread=64\n# a comment\n\n{keys[1]}\n")
+    api_keys, default = ApiKeys.read(file, b"s" * 32), AlignmentOptions(min_saved=500)
+    owners = [api_keys.owner(key) or "" for key in keys]
+    assert api_keys.alignment(owners[0], default) == AlignmentOptions("in_place", 500, 64)
+    assert api_keys.alignment(owners[1], default) == default
+    for settings in ("alignment=nearly", "reread=-1", "reread", "colour=red", "min_saved=x"):
+        file.write_text(f"{keys[0]} {settings}\n")
+        with pytest.raises(InvalidArgument, match="keys: "):
+            ApiKeys.read(file, b"s" * 32)

@@ -1,6 +1,6 @@
 """`/completion`: llama.cpp's native completion endpoint."""
 
-from asyncio import to_thread, wrap_future
+from asyncio import to_thread
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -165,9 +165,8 @@ async def _start(
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
     check_prompt_size(context, len(ids), min(1, max_tokens))
-    session = slot_session_name(body.id_slot)
-    cached_tokens = await wrap_future(context.engine.prepare(ids, session, context.owner))
-    return await context.generate(replace(request, prompt=tuple(ids[cached_tokens:])), session)
+    request = replace(request, whole_text=True)
+    return await context.generate(request, slot_session_name(body.id_slot))
 
 
 @dataclass(frozen=True)
@@ -211,8 +210,7 @@ class _LlamaOutput:
         usage, body = finished.usage, self.body
         own = set(AlignmentFields.model_fields) - body.model_fields_set  # not llama.cpp's
         settings = body.model_dump(exclude={"prompt", *own, *(body.model_extra or {})})
-        # In a slot, the generation got only the tokens that the session did not hold.
-        cached_tokens = usage.reuse.tokens + len(self.prompt_ids) - usage.prompt
+        cached_tokens = usage.reuse.tokens
         return {
             "index": self.prompt_index,
             "id_slot": body.id_slot,

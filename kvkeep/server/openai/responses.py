@@ -193,6 +193,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             pins=body.pins(len(prompt.ids)),
             alignment=body.alignment_options(context),
             written_tokens=prompt.written_tokens,
+            whole_text=name is not None and not prepared_tokens,
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)
     except BaseException as error:
@@ -218,17 +219,17 @@ def _new_response(body: ResponsesRequest, context: RequestContext) -> dict[str, 
 async def _prepare(
     body: ResponsesRequest, name: str, ids: list[int], handle: str | None, context: RequestContext
 ) -> int:
-    """Create the response's session, a fork of the previous response's if there is one.
+    """Create the response's session if it begins as a fork of another one.
 
     handle: of a compacted session that it continues. Returns how many of the prompt's first tokens
-    it holds.
+    it holds by that; 0 if its whole text is to become the prompt, as with a previous response.
     """
     if handle is not None and (held := await prepare_compacted(ids, name, handle, context)):
         return held
     engine, owner, previous_name = context.engine, context.owner, body.previous_response_id
     if previous_name is not None:
         await wrap_future(engine.fork(previous_name, owner, new_name=name, notes={}))
-    return await wrap_future(engine.prepare(ids, name, owner))
+    return 0
 
 
 async def _submit(

@@ -48,7 +48,8 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     `bytes_by_part` says what cells, windows of local layers, states and checkpoints take,
     `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
     rewind by one token evaluates again. `residual_cells` are the cells, over all layers and KV
-    heads, that stand for evicted ones; they belong to no token.
+    heads, that stand for evicted ones; they belong to no token. `last_prompt` says what of the
+    session's last prompt was reused, moved or read again.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -119,6 +120,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         },
         "residual_cells": use.residual_cells,
         "rewind_evaluates": use.rewind_evaluates,
+        "last_prompt": record.last_prompt,
         "runs": runs,
         "spans": spans,
     }
@@ -241,8 +243,7 @@ def _reuse_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
     """Return how much of a prompt is reused, and the texts around the first difference."""
     reuse, difference = report.reuse, report.difference
     entry: dict[str, Any] = {
-        "prompt_tokens": report.prompt_tokens,
-        "reused": reuse.tokens,
+        **reuse.as_json(report.prompt_tokens),
         "session": reuse.session,
         "reason": "written" if reuse.reason == "sampled" else reuse.reason,
         "differs_at": reuse.differs_at,
@@ -253,15 +254,15 @@ def _reuse_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
         entry["common_text"] = decode(difference.prompt[:num_shared])
         entry["prompt_text"] = tokenizer.decode_continuation(difference.prompt[num_shared:])
         entry["nearest_text"] = tokenizer.decode_continuation(difference.nearest[num_shared:])
-    return {**entry, **_in_place_entry(report, tokenizer)}
+    if report.reuse.mode == "in_place":
+        entry["seams"] = _seam_entries(report, tokenizer)
+    return entry
 
 
-def _in_place_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
-    """Return how a prompt is aligned in place, or why not; {} if that was not asked for."""
-    if report.reuse.mode == "exact":
-        return {"not_in_place": report.not_in_place} if report.not_in_place else {}
+def _seam_entries(report: ReuseReport, tokenizer: TextCodec) -> list[dict[str, Any]]:
+    """Return the seams of a prompt that is aligned in place, with the texts that differ."""
     decode = tokenizer.decode_continuation
-    seams = [
+    return [
         {
             "at": seam.at,
             "removed_text": decode(seam.removed),
@@ -270,8 +271,6 @@ def _in_place_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]
         }
         for seam in report.seams
     ]
-    kept = report.reuse.tokens - report.reuse.moved
-    return {"reuse": "in_place", "kept": kept, "moved": report.reuse.moved, "seams": seams}
 
 
 def _operation_entry(operation: Operation) -> dict[str, Any]:

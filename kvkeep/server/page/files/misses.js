@@ -87,13 +87,20 @@ function card(miss, selected) {
     h(
       "p",
       {},
-      `${number(miss.reused)} of ${number(miss.prompt_tokens)} tokens reused`,
+      reuseText(miss),
       miss.session ? [" from ", sessionLink(miss.session)] : "",
       `${when}. ${REASONS[miss.reason] || miss.reason} `,
       miss.differs_at === null ? "" : `First difference: token ${number(miss.differs_at)}.`,
+      miss.not_in_place ? ` Not aligned in place: ${miss.not_in_place}.` : "",
     ),
     miss.prompt_text === undefined ? null : differingTexts(miss),
   );
+}
+
+// Returns what of a prompt was reused, and how much of that was moved in place, as in /v1/prefix/explain.
+export function reuseText({ prompt_tokens, reused, moved, reread }) {
+  const text = `${number(reused)} of ${number(prompt_tokens)} tokens reused`;
+  return moved === undefined ? text : `${text}, ${number(moved)} of them moved in place, ${number(reread)} others read again`;
 }
 
 function differingTexts(miss) {

@@ -5,6 +5,7 @@ import { Change, selectionBar, sessionButtons } from "./actions.js";
 import { chat } from "./chat.js";
 import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
+import { reuseText } from "./misses.js";
 import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
 import { fetchPieces, redraw, Selection, tokenElements } from "./tokens.js";
@@ -137,6 +138,7 @@ function factLine(memory) {
     `${bytes(memory.bytes)}${shared}. `,
     overwrittenParts(memory),
     memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
+    memory.last_prompt ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
     tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
     `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
     h("a", { href: `#/sessions/${memory.name}/heads` }, "Cells by head"),
