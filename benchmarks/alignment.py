@@ -2,6 +2,8 @@
 
     python -m benchmarks.alignment --out docs/results/alignment.json
 
+With `--case` the file keeps what it has of the other cases, so that they can be measured in turn.
+
 The prompt is an agent's session of real text: a system prompt, and turns with a user's message,
 thinking, a tool result (docstrings) with a fact in it, and an answer. It is rewritten in one of
 several ways, and a session that holds the old prompt is aligned with the new one. The fresh
@@ -10,6 +12,7 @@ and each fact is asked for.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,8 @@ from benchmarks.machine import describe_machine
 from kvkeep import Model, Session, load_model
 from kvkeep.evaluate.recall import Recall, measure_recall
 from kvkeep.evaluate.samples import Fact
+from kvkeep.session.alignment import DEFAULT_REREAD_SHARE
+from kvkeep.session.token_diff import common_length
 from kvkeep.storage.files.atomic import write_json
 
 Case = Literal["header changed", "reminder removed", "thinking dropped", "tools inserted", "all"]
@@ -121,16 +126,21 @@ def sample(model: Model, case: Case, fact_count: int, seed: int) -> AlignmentSam
     return AlignmentSample(old, new, facts, fresh, continuation, log_probs, recall)
 
 
-def measure(model: Model, case: Case, samples: Sequence[AlignmentSample]) -> list[AlignmentReading]:
-    """Align a session of each sample's old prompt with its new one, for each `reread`."""
+def measure(
+    model: Model, case: Case, samples: Sequence[AlignmentSample], share: float
+) -> list[AlignmentReading]:
+    """Align a session of each sample's old prompt with its new one, for each `reread`.
+
+    share: `reread_share`.
+    """
     figures: dict[int, list[dict[str, float]]] = {reread: [] for reread in REREADS}
     for each in samples:
         source = model.session(policy="full")
         source.feed(each.old)
-        exact = source.fork().align(each.new, mode="exact").evaluated
+        exact = len(each.new) - common_length(each.old, each.new)
         for reread in REREADS:
             aligned = source.fork()
-            report = aligned.align(each.new, min_saved=0, reread=reread)
+            report = aligned.align(each.new, min_saved=0, reread=reread, reread_share=share)
             answers = measure_recall(aligned, each.facts).answers
             pairs = list(zip(each.recall.answers, answers, strict=True))
             figures[reread].append(
@@ -192,20 +202,27 @@ def table(readings: Sequence[AlignmentReading]) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--facts", default=8, type=click.IntRange(1, 40), help="Turns, each with a fact.")
-@click.option("--prompts", default=3, type=click.IntRange(1), help="Prompts of each case.")
+@click.option("--facts", default=6, type=click.IntRange(1, 40), help="Turns, each with a fact.")
+@click.option("--prompts", default=2, type=click.IntRange(1), help="Prompts of each case.")
+@click.option("--share", default=DEFAULT_REREAD_SHARE, help="Of the prompt: `reread_share`.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(get_args(Case)))
 @out_option
 def alignment(
-    name: str, facts: int, prompts: int, cases: tuple[Case, ...], out: Path | None
+    name: str, facts: int, prompts: int, share: float, cases: tuple[Case, ...], out: Path | None
 ) -> None:
     """Compare prompts that are aligned in place with a fresh evaluation."""
-    check_outputs(out)
+    is_new = not (cases and out and out.exists())
+    if is_new:
+        check_outputs(out)
     model, machine, readings = load_model(name), describe_machine(), list[AlignmentReading]()
+    if out and not is_new:
+        entries = json.loads(out.read_text())["readings"]
+        readings = [AlignmentReading(**entry) for entry in entries]
     for case in cases or get_args(Case):
         samples = [sample(model, case, facts, seed) for seed in range(prompts)]
-        readings += measure(model, case, samples)
-        click.echo(table(readings[-len(REREADS) :]))
+        measured = measure(model, case, samples, share)
+        readings = [reading for reading in readings if reading.case != case] + measured
+        click.echo(table(measured))
         entries = [dataclasses.asdict(reading) for reading in readings]
         write_json(out, {"machine": dataclasses.asdict(machine), "readings": entries})
 

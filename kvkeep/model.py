@@ -11,9 +11,10 @@ from kvkeep.compression.calibration.calibration import Calibration, default_cali
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy, PolicySettings, make_policy
-from kvkeep.session.conversation import Conversation, count_system_tokens, saved_system
+from kvkeep.session.conversation import Conversation, saved_system
 from kvkeep.session.core import WHOLE_PROMPT
 from kvkeep.session.session import Session
+from kvkeep.session.turn_template import count_system_tokens
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName

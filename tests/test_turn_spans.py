@@ -10,8 +10,9 @@ import pytest
 from kvkeep import Session, load_model
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.conversation import Conversation, count_system_tokens
+from kvkeep.session.conversation import Conversation
 from kvkeep.session.rendering import encode_pieces
+from kvkeep.session.turn_template import count_system_tokens
 from tests.models.chat_templates import GEMMA, GEMMA2, LLAMA3, MISTRAL
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
 

@@ -193,12 +193,12 @@ class ChatRenderer:
         """Return a reader for an answer without calls, from where the template's text ends on."""
         return OutputReader(
             self.output_format,
-            starts_in_reasoning=self._starts_in_reasoning,
+            starts_in_reasoning=self.starts_in_reasoning,
             control_text=self._codec.control_text,
         )
 
     @cached_property
-    def _starts_in_reasoning(self) -> bool:
+    def starts_in_reasoning(self) -> bool:
         """Whether the template itself begins the reasoning of each answer."""
         return self.render(Chat((Message("user", (TextPart("-"),)),))).starts_in_reasoning
 

@@ -1,54 +1,27 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.message_spans import reasoning_range
-from kvkeep.session.rendering import (
-    common_prefix_length,
-    encode_pieces,
-    overlap_length,
-    placeholder_for,
-    split_at_text,
-)
+from kvkeep.session.rendering import encode_pieces, overlap_length
+from kvkeep.session.turn_template import TurnTemplate
+from kvkeep.types import AlignmentMode
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
+    from kvkeep.session.alignment import AlignmentReport
     from kvkeep.session.compaction import CompactionReport
     from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
-    from kvkeep.session.spans import TokenRange
     from kvkeep.storage.snapshots.snapshot import Snapshot
 
 CHAT_NOTES_KEY = "chat"  # the key of `Conversation.notes` in a snapshot
-_ANSWER_PLACEHOLDER = placeholder_for()  # stands for any answer
-_ANSWERED_TURN = (("user", "-"), ("assistant", _ANSWER_PLACEHOLDER))
-
-
-def count_system_tokens(codec: "TextCodec", system: str) -> int:
-    """Return how many of a chat's first tokens are its system prompt, with the template around it.
-
-    Raises InvalidArgument if the template takes none, UnsupportedModel if there is none.
-    """
-    pieces = _first_turn_pieces(codec, system, placeholder_for(system))
-    before_system, text, after_system = pieces[:3]
-    try:
-        system_only = _render(codec, ("system", system))
-    except KvkeepError:
-        system_only = ""
-    # Some templates put it inside the first user turn: then it ends where the user's text begins.
-    system_end = after_system
-    if system_only.startswith(before_system + text) and "".join(pieces).startswith(system_only):
-        system_end = system_only[len(before_system + text) :]
-    # If it ends inside a word, its last token differs from that of the whole rendering.
-    ids, _ = encode_pieces(codec, [before_system, text, system_end])
-    return common_prefix_length(encode_pieces(codec, pieces)[0], ids)
 
 
 def saved_system(notes: Mapping[str, Any]) -> str | None:
@@ -89,7 +62,8 @@ class Conversation:
         self._eos_token_ids = eos_token_ids
         self.system = system
         self._last_turn = max(self.turns, default=0)
-        _render_first_turn(codec, system, "")  # raises if there is no template
+        self.template = TurnTemplate(codec)
+        self.template.first_turn_pieces(system, "")  # raises if there is no template
 
     def fork(self) -> "Conversation":
         """Return the same conversation in a fork of the session."""
@@ -123,13 +97,13 @@ class Conversation:
         """
         tokens, spans = self.session.tokens, self.session.span_ranges
         if not tokens:
-            return self._encode_first_turn(question)[0]
-        opening, *rest = self._later_turn_pieces(question)
+            return self.template.encode_first_turn(self.system, question)[0]
+        opening, *rest = self.template.later_turn_pieces(question)
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
             return encode_pieces(self.codec, [opening, *rest])[0]
-        closing_ids = self.codec.encode_sealed(self._answer_end)
-        ids, _ = encode_pieces(self.codec, [self._answer_end + opening, *rest])
+        closing_ids = self.codec.encode_sealed(self.template.answer_end)
+        ids, _ = encode_pieces(self.codec, [self.template.answer_end + opening, *rest])
         if tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0]:
             # An end token other than the template's: no turn followed it in training.
             with suppress(InvalidArgument):  # evicted states and tokens cannot be rewound
@@ -139,7 +113,7 @@ class Conversation:
     def name_turn(self, question: str, num_prefilled: int, num_generated: int = 0) -> None:
         """Name a turn's spans. num_prefilled: its prompt's tokens. num_generated: its answer's."""
         end, previous_turn = len(self.session.tokens) - num_generated, self.last_turn
-        ids, ranges = encode_pieces(self.codec, self._later_turn_pieces(question))
+        ids, ranges = self.template.encode_later_turn(question)
         prefilled = self.session.tokens[end - num_prefilled : end]
         turn_length = len(ids) if prefilled[-len(ids) :] == ids else num_prefilled
         start, turn = end - turn_length, f"turn {previous_turn + 1}"
@@ -153,7 +127,7 @@ class Conversation:
         self._last_turn = previous_turn + 1
         if turn_length == num_prefilled == end and prefilled != ids:
             # The template writes the first turn differently.
-            ids, ranges = self._encode_first_turn(question)
+            ids, ranges = self.template.encode_first_turn(self.system, question)
         self._name_text(f"{turn} question", ranges[-2], end - len(ids))
 
     @property
@@ -183,6 +157,42 @@ class Conversation:
         The newest turns, the system prompt and pins stay exact.
         """
         return self.session.compact(target, **settings)
+
+    def align(
+        self,
+        messages: "Sequence[Mapping[str, Any]]",
+        *,
+        mode: AlignmentMode = "in_place",
+        **options: Any,
+    ) -> "AlignmentReport":
+        """Make messages the session's whole text, reusing the cells that it has of them.
+
+        For a history that changed: with another system prompt, without old messages, or with others
+        between them. An answer that says what one of the session says keeps its tokens; tokens that
+        differ are edited in place. If the last message is a user's, `answer` answers it.
+
+        messages: dicts with `role` and `content`, as in OpenAI's API. options: `min_saved`,
+        `reread` and `reread_share`, as of `Session.align`, whose errors this raises.
+        """
+        from kvkeep.session.alignment import AlignmentOptions
+        from kvkeep.session.message_alignment import ChatParts, align_messages
+
+        parts = ChatParts(self.session, self.codec, self.template, self.system)
+        report = align_messages(parts, messages, AlignmentOptions(mode, **options))
+        self.system = parts.system
+        self._last_turn = max(self.turns, default=0)
+        return report
+
+    def answer(self, max_tokens: int | None = None, sampling: "Sampling | None" = None) -> str:
+        """Answer the newest turn, whose prompt is evaluated; return the text, as `say` does."""
+        if not self.is_open:
+            raise InvalidArgument("the newest turn has an answer: say something, or align messages")
+        sampling = sampling or self.session.core.model.default_sampling
+        try:
+            events = list(self.read_answer(max_tokens, sampling))
+        finally:
+            self.end_turn()
+        return "".join(event.text for event in events if isinstance(event, TextDelta))
 
     def undo(self) -> int:
         """Rewind the last turn; return its token count. Raises InvalidArgument if it cannot."""
@@ -268,7 +278,7 @@ class Conversation:
         """Name the tokens before the first turn: the first `end`."""
         self.session.name("opening" if self.system is None else "system", 0, end)
         if self.system is not None:
-            _, ranges = self._encode_first_turn(question)
+            _, ranges = self.template.encode_first_turn(self.system, question)
             self._name_text("system text", ranges[1])
 
     def _name_text(self, name: str, token_range: tuple[int, int], offset: int = 0) -> None:
@@ -276,71 +286,6 @@ class Conversation:
         start, end = token_range
         if start < end:
             self.session.name(name, offset + start, offset + end)
-
-    def _encode_first_turn(self, question: str) -> "tuple[list[int], list[TokenRange]]":
-        return encode_pieces(self.codec, _first_turn_pieces(self.codec, self.system, question))
-
-    @cached_property
-    def _answer_end(self) -> str:
-        """The text that the template writes after an answer."""
-        rendered = _render(self.codec, *_ANSWERED_TURN)
-        end = rendered.partition(_ANSWER_PLACEHOLDER)[2]
-        return end if self._render_after_answer("-").startswith(end) else ""
-
-    def _later_turn_pieces(self, question: str) -> tuple[str, str, str]:
-        """Return a later turn up to where its answer begins: before, of and after the question."""
-        placeholder, skipped_length = placeholder_for(question), len(self._answer_end)
-        rendered = self._render_after_answer(question)[skipped_length:]
-        with_placeholder = self._render_after_answer(placeholder)[skipped_length:]
-        return split_at_text(rendered, with_placeholder, placeholder)
-
-    def _render_after_answer(self, question: str) -> str:
-        """Return what the template writes after an answer, up to the next question's answer."""
-        rendered = _render(self.codec, *_ANSWERED_TURN, ("user", question))
-        return rendered.partition(_ANSWER_PLACEHOLDER)[2]
-
-
-def _first_turn_pieces(codec: "TextCodec", system: str | None, question: str) -> list[str]:
-    """Return the first turn and everything before it, in pieces.
-
-    The question is the last piece but one, and the system prompt's text, if there is one, the
-    second. Either is "" if the template does not write it as one piece.
-    """
-    placeholder = placeholder_for(system, question)
-    rendered = _render_first_turn(codec, system, question)
-    with_placeholder = _render_first_turn(codec, system, placeholder)
-    before_question, text, after_question = split_at_text(rendered, with_placeholder, placeholder)
-    if system is None:
-        return [before_question, text, after_question]
-    before_system, system_text, rest = split_at_text(
-        rendered, _render_first_turn(codec, placeholder, question), placeholder
-    )
-    between_length = len(rest) - len(text) - len(after_question)
-    if not system_text or between_length < 0:
-        return ["", "", before_question, text, after_question]
-    return [before_system, system_text, rest[:between_length], text, after_question]
-
-
-def _render_first_turn(codec: "TextCodec", system: str | None, question: str) -> str:
-    system_messages = [] if system is None else [("system", system)]
-    return _render(codec, *system_messages, ("user", question))
-
-
-def _render(codec: "TextCodec", *messages: tuple[str, str]) -> str:
-    """Render (role, content) pairs, up to where the answer begins if the last is of the user.
-
-    A template that refuses system messages, such as Gemma 2's, gets the system prompt before the
-    first user's text.
-    """
-    template_messages = [{"role": role, "content": content} for role, content in messages]
-    add_generation_prompt = messages[-1][0] == "user"
-    try:
-        return codec.chat(template_messages, add_generation_prompt).sealed
-    except InvalidArgument:
-        if len(messages) < 2 or messages[0][0] != "system":
-            raise
-    (_, system), (role, text), *others = messages
-    return _render(codec, (role, f"{system}\n\n{text}"), *others)
 
 
 def turn_numbers(span_names: Iterable[str]) -> list[int]:

@@ -9,7 +9,7 @@ MODEL = small_model(max_positions=8192)
 
 def test_an_aligned_prompt_is_compared_with_a_fresh_one_for_each_reread():
     each = sample(MODEL, "reminder removed", fact_count=1, seed=0)
-    readings = measure(MODEL, "reminder removed", [each])
+    readings = measure(MODEL, "reminder removed", [each], share=1.0)
     assert [reading.reread for reading in readings] == list(REREADS)
     assert all(reading.seams >= 1 for reading in readings)
     shares = [reading.evaluated for reading in readings]

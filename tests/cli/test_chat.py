@@ -14,7 +14,8 @@ from kvkeep.cli.chat.passages import find_passage
 from kvkeep.cli.session_file import SessionWriter
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.session.conversation import Conversation, count_system_tokens
+from kvkeep.session.conversation import Conversation
+from kvkeep.session.turn_template import count_system_tokens
 
 SYSTEM = "You are a teacher. You speak of nothing but water."
 

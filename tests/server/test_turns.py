@@ -8,7 +8,8 @@ import pytest
 from server.conftest import RunningServer
 
 from kvkeep.model import Model
-from kvkeep.session.conversation import Conversation, count_system_tokens
+from kvkeep.session.conversation import Conversation
+from kvkeep.session.turn_template import count_system_tokens
 
 SYSTEM = "You are terse."
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Name a river there.")

@@ -10,7 +10,8 @@ from kvkeep.cli.memory import SINKS, MemoryOptions, SessionOptions, keep_option,
 from kvkeep.cli.session_file import UNREAD_KEY, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
+from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
+from kvkeep.session.turn_template import count_system_tokens
 from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import read_summary
 

@@ -35,9 +35,10 @@ from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.compaction import compact_before_turn, report_fields
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation, count_system_tokens
+from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
+from kvkeep.session.turn_template import count_system_tokens
 
 router = APIRouter()
 

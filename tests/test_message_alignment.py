@@ -1,0 +1,76 @@
+"""A conversation aligned with messages: what is evaluated, what is said, and where turns are."""
+
+import pytest
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
+from kvkeep.session.conversation import Conversation
+from kvkeep.session.sampling import Sampling
+
+SYSTEM = "You know some facts. " + "".join(f"{n} plus 1 is {n + 1}. " for n in range(60))
+GREEDY = Sampling()
+
+
+@pytest.fixture
+def chat(smollm2: Model) -> Conversation:
+    chat = smollm2.chat(system=SYSTEM, policy="full", max_kv_size=2048)
+    for question in ("What is 3 plus 1?", "And 4 plus 1?", "Thank you."):
+        chat.say(question, 12, GREEDY)
+    return chat
+
+
+def history(chat: Conversation, system: str = SYSTEM) -> list[dict[str, str]]:
+    messages, session = [{"role": "system", "content": system}], chat.session
+    for turn in chat.turns:
+        for role, part in (("user", "question"), ("assistant", "answer")):
+            start, end = session.span_ranges[f"turn {turn} {part}"]
+            content = session.core.model.text.decode(session.tokens[start:end])
+            messages.append({"role": role, "content": content})
+    return messages
+
+
+def test_a_history_that_is_the_same_evaluates_next_to_nothing(chat: Conversation) -> None:
+    messages, tokens = history(chat), list(chat.session.tokens)
+    spans = dict(chat.session.span_ranges)
+    messages[2]["content"] = f" {messages[2]['content']}\n"  # as a client may write it
+    report = chat.align([*messages, {"role": "user", "content": "One more: 7 plus 1?"}])
+    assert list(chat.session.tokens)[: len(tokens)] == tokens
+    assert report.evaluated < 40
+    assert chat.is_open
+    later = chat.session.span_ranges
+    assert {name: later[name] for name in spans if name != "turn 3"} == (
+        {name: spans[name] for name in spans if name != "turn 3"}
+    )
+    assert chat.answer(12, GREEDY)
+    assert not chat.is_open
+    assert chat.last_turn == 4
+    with pytest.raises(InvalidArgument, match="answer"):
+        chat.answer()
+
+
+def test_a_changed_history_is_edited_in_place_and_goes_on(chat: Conversation) -> None:
+    messages = history(chat, "Today is Monday. " + SYSTEM)
+    del messages[3:5]
+    report = chat.align(messages, min_saved=100)
+    assert (report.mode, report.seams) == ("in_place", 1)  # the last turn is short
+    assert report.evaluated < 0.2 * len(chat.session.tokens)
+    assert chat.turns == [1, 2]
+    assert history(chat, messages[0]["content"]) == messages
+    assert chat.system == messages[0]["content"]
+    fresh = chat.fork()
+    assert fresh.align(messages, mode="exact").mode == "exact"
+    assert fresh.session.tokens == chat.session.tokens
+    assert chat.say("What is 5 plus 1?", 12, GREEDY)
+    assert chat.turns == [1, 2, 3]
+    chat.align([{"role": "user", "content": "Hello"}])  # without a system prompt
+    assert (chat.system, chat.turns) == (None, [1])
+
+
+def test_messages_that_cannot_be_rendered_change_nothing(chat: Conversation) -> None:
+    tokens, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
+    for messages in ([], [{"role": "other", "content": "x"}]):
+        with pytest.raises(InvalidArgument):
+            chat.align(messages)
+    with pytest.raises(InvalidArgument):
+        chat.align([{"role": "user", "content": "x"}], mode="other")  # type: ignore[arg-type]
+    assert (list(chat.session.tokens), dict(chat.session.span_ranges)) == (tokens, spans)
