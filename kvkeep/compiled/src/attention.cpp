@@ -238,12 +238,11 @@ void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow*
   }
 }
 
-#define KVKEEP_FOR(kDim)                                                                   \
-  template void pack<kDim>(const HeadCells&, const HeadCells&, int, int, Hadamard,         \
-                           PackedBlock<kDim>&);                                            \
-  template void replace_cell<kDim>(const HeadCells&, const HeadCells&, int,                \
-                                   PackedBlock<kDim>&);                                    \
-  template void attend<kDim>(const PackedBlock<kDim>&, const ScoreParams&, QueryRow*, int, \
+#define KVKEEP_FOR(kDim)                                                                         \
+  template void pack<kDim>(const HeadCells&, const HeadCells&, int, int, Hadamard,               \
+                           PackedBlock<kDim>&);                                                  \
+  template void replace_cell<kDim>(const HeadCells&, const HeadCells&, int, PackedBlock<kDim>&); \
+  template void attend<kDim>(const PackedBlock<kDim>&, const ScoreParams&, QueryRow*, int,       \
                              const Prefetch&);
 KVKEEP_FOR(32)
 KVKEEP_FOR(64)
