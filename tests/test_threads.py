@@ -48,6 +48,8 @@ def entries(decoder: Decoder) -> Iterator[list[int]]:
     executor, counts, inside = decoder.executor, list[int](), list[int]()
 
     class Slow:
+        row_limit = executor.row_limit
+
         def forward(
             self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None
         ) -> Tensor:

@@ -306,12 +306,15 @@ def test_reasoning_options_reach_the_template(render: Render) -> None:
     assert not render("qwen", user("a"), enable_thinking=True).starts_in_reasoning
 
 
-def test_only_tools_that_may_be_called_are_described(renderers: dict[str, ChatRenderer]) -> None:
+def test_only_a_choice_among_some_tools_leaves_out_the_others(
+    renderers: dict[str, ChatRenderer],
+) -> None:
     other = replace(WEATHER, name="forecast")
     for choice, expected in (
         (ToolChoice(), ["weather", "forecast"]),
-        (ToolChoice("none"), []),
-        (ToolChoice("required", ("forecast",)), ["forecast"]),
+        (ToolChoice("none"), ["weather", "forecast"]),
+        (ToolChoice("required", ("forecast",)), ["weather", "forecast"]),
+        (ToolChoice("auto", ("forecast",)), ["forecast"]),
     ):
         for template in ("qwen2.5", "gemma2"):
             chat = Chat((user("a"),), (WEATHER, other), choice)

@@ -83,7 +83,9 @@ def test_edits_forks_and_spans_are_visible_at_every_server(
     assert ok(a.get("/v1/sessions/s"))["tokens"] == 0
     ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
     ok(b.post("/v1/sessions/s/fork", json={"name": "t"}), 201)
-    assert generate(a, "t")["tokens"] == generate(b, "s")["tokens"]
+    ok(a.post("/v1/sessions/s/fork", json={"name": "u"}), 201)
+    assert generate(a, "t")["tokens"] == generate(b, "u")["tokens"]
+    ok(a.delete("/v1/sessions/u"))
     ok(a.delete("/v1/sessions/s"))
     assert b.get("/v1/sessions/s").status_code == 404
     assert b.post("/v1/sessions/s/generate", json={}).status_code == 404

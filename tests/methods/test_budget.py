@@ -22,6 +22,10 @@ from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Evicti
 from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
+# Methods whose result is some of the cells, chosen without queries: no residual cells.
+SELECTIONS = [
+    name for name in EVICTIONS if not (METHODS[name].reconstruction_kind or METHODS[name].residual)
+]
 CELLWISE = [name for name in EVICTIONS if issubclass(METHODS[name], CellwiseEviction)]
 
 
@@ -66,9 +70,7 @@ def test_the_score_of_a_cell_does_not_depend_on_its_storage(name: str) -> None:
         torch.testing.assert_close(result, expected[which], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EVICTIONS if not METHODS[name].reconstruction_kind]
-)
+@pytest.mark.parametrize("name", SELECTIONS)
 def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None:
     candidates, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
     before = candidates.cells
@@ -87,9 +89,7 @@ def test_ragged_cells_are_compressed_again_to_the_given_count(name: str) -> None
         assert torch.equal(kept_rows.values, rows.values[:, :, indices])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EVICTIONS if not METHODS[name].reconstruction_kind]
-)
+@pytest.mark.parametrize("name", SELECTIONS)
 def test_compress_and_join_equals_joining_before_compression(name: str) -> None:
     old, _ = ragged(random_candidates(60, compressed=True, queries=20, statistics=True))
     new = replace(old, cells=random_candidates(20, seed=1).cells)
