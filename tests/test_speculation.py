@@ -1,6 +1,7 @@
 """Speculation gives the text, logits, cells and sampler of a session without it, to the bit."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from test_small_steps import EXACT, KINDS, PROMPT, SETTINGS, model_of, require_s
 
 from kvkeep import Sampling
 from kvkeep.compiled.binding import kernel_library
+from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.model import Model
 from kvkeep.session.drafts import Draft, DraftLength, NgramIndex
 from kvkeep.session.session import Session
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
@@ -93,6 +96,25 @@ def test_speculation_changes_no_bit(data: st.DataObject) -> None:
                 for session in sessions:
                     session.rewind(back)
                 require_same_bits(*sessions)
+
+
+def test_a_rejected_draft_leaves_no_far_segment_without_cells(tmp_path: Path) -> None:
+    sessions = [model_of("dense").session(**SETTINGS["self_extend"]) for _ in range(2)]
+    for session in sessions:
+        session.feed(PROMPT[:26])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramIndex, "draft", lambda self, token, count: Draft([1] * count, 3))
+        patch.setattr(DraftLength, "choose", lambda self, draft: len(draft.tokens))
+        next(sessions[0].stream(40, ignore_eos=True, speculate=True))  # and leave it
+    count = len(sessions[0].tokens) - 26
+    assert count < 6
+    assert sessions[0].speculated == (0, count * (MAX_ROWS - 1))
+    for _ in range(count):
+        sessions[1].next_token()
+    require_same_bits(*sessions)
+    sessions[0].snapshot().save(tmp_path / "saved.kvkeep")
+    restored = model_of("dense").restore(Snapshot.load(tmp_path / "saved.kvkeep"))
+    require_same_bits(restored, sessions[1])
 
 
 def test_the_default_model_repeats_a_text_in_fewer_forwards(smollm2: Model) -> None:

@@ -59,6 +59,7 @@ class RowSteps:
             for segment in cache.segments:  # without the copies of cells that are not evicted
                 segment.length -= segment.arriving_count
                 segment.arriving_count = 0
+            cache.drop_empty_segments()  # one that was opened for such copies alone
         self.steps = self.steps[:count]
 
     @property
