@@ -1,5 +1,6 @@
 """Speculation gives the text, logits, cells and sampler of a session without it, to the bit."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,46 @@ def test_a_rejected_draft_leaves_no_far_segment_without_cells(tmp_path: Path) ->
     sessions[0].snapshot().save(tmp_path / "saved.kvkeep")
     restored = model_of("dense").restore(Snapshot.load(tmp_path / "saved.kvkeep"))
     require_same_bits(restored, sessions[1])
+
+
+class Failing:
+    """A constraint that allows any token, and fails after some."""
+
+    def __init__(self, limit: int):
+        self.left = limit
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.left:
+            raise ZeroDivisionError
+        return logits
+
+    def accept(self, token: int) -> None:
+        self.left -= 1
+
+
+@pytest.mark.parametrize("name", ["full", "tiny"])
+def test_a_constraint_that_fails_leaves_the_tokens_before(name: str) -> None:
+    sessions = [model_of("dense").session(**SETTINGS[name]) for _ in range(3)]
+    for session in sessions:
+        session.feed(PROMPT[:30])
+    right = [sessions[2].next_token() for _ in range(MAX_ROWS)]
+    texts, end = ["", ""], len(sessions[0].tokens)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def right_draft(index: NgramIndex, next_token: int, count: int) -> Draft:
+            return Draft(right[len(index) - end + 1 :][:count], 3)
+
+        patch.setattr(NgramIndex, "draft", right_draft)
+        patch.setattr(DraftLength, "choose", lambda self, draft: len(draft.tokens))
+        for index, speculate in enumerate((True, False)):
+            sampling = Sampling(constraint=Failing(5))
+            with suppress(ZeroDivisionError):
+                for text in sessions[index].stream(40, sampling, True, speculate):
+                    texts[index] += text
+    assert texts[0] == texts[1]
+    assert sessions[0].speculated[0] > 3
+    assert [session.finish_reason for session in sessions[:2]] == ["error"] * 2
+    require_same_bits(*sessions[:2])
 
 
 def test_the_default_model_repeats_a_text_in_fewer_forwards(smollm2: Model) -> None:

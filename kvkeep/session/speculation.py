@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.errors import InvalidArgument, KvkeepError, NonFiniteLogits
+from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
@@ -128,7 +128,7 @@ class Speculation:
                 sampler = Sampler.from_state(sampler.state())
             try:
                 sampled = sampler.sample(logits[count - 1], recent_tokens, self._sampling)
-            except KvkeepError:  # raised again when this token is sampled next time
+            except Exception:  # raised again when this token is sampled next time
                 return count
             if sampled != rows[count]:
                 return count
