@@ -47,6 +47,8 @@ def watched(decoder: Decoder, observe: Callable[[], object]) -> Iterator[None]:
     executor = decoder.executor
 
     class Watched:
+        row_limit = executor.row_limit
+
         def forward(
             self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None
         ) -> Tensor:

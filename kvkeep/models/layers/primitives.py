@@ -28,7 +28,7 @@ _ROW_MULTIPLES = ((32, 4), (96, 8), (256, 16), (512, 32))
 _LARGEST_MULTIPLE = 128
 # Stands for any weight: without elements, since a config may state any size. Not on "meta": there
 # arithmetic imports torch._dynamo, 70 MB and most of a second.
-_NO_WEIGHT = torch.empty(0, dtype=torch.float32)
+_NO_WEIGHT = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class WeightMatrix(Protocol):
