@@ -212,3 +212,16 @@ def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:
     for _ in range(40):
         length.learn(draft, 15, 15)
     assert length.choose(draft) > 8
+
+
+def test_a_fork_counts_its_own_drafts(smollm2: Model) -> None:
+    session = smollm2.session()
+    session.feed(smollm2.text.encode("one two three four five six seven eight nine ten. " * 6))
+    stream = session.stream(60, ignore_eos=True, speculate=True)
+    next(stream)
+    fork = session.fork()
+    before = fork.speculated
+    for _ in stream:
+        pass
+    assert session.speculated[1] > before[1]
+    assert fork.speculated == before

@@ -14,7 +14,7 @@ _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is m
 _WORTH_TRYING = 1.03  # the least expected gain
 
 
-@dataclass
+@dataclass(frozen=True)
 class DraftCounts:
     """How many tokens of drafts were tried, and how many of these were sampled."""
 

@@ -17,7 +17,7 @@ from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.drafts import DraftLength, NgramIndex
+from kvkeep.session.drafts import DraftCounts, DraftLength, NgramIndex
 from kvkeep.session.evaluation import StepTransaction
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
@@ -68,8 +68,8 @@ class Speculation:
         self._length.learn_cost(1 + tried, seconds)
         if draft and tried:
             self._length.learn(draft, tried, len(tokens) - 1)
-        core.drafts.drafted += tried
-        core.drafts.accepted += len(tokens) - 1
+        counts = core.drafts
+        core.drafts = DraftCounts(counts.drafted + tried, counts.accepted + len(tokens) - 1)
         return tokens
 
     def _keep_answer_end(self, state: SessionState, token: int) -> None:
