@@ -75,7 +75,7 @@ class KVzap(CellwiseEviction):
     name: ClassVar[str] = "kvzap"
     budget: ClassVar[Budget] = "heads"
     uses_surrogate: ClassVar[bool] = True
-    residual: ClassVar[bool] = True
+    residual: ClassVar[bool] = False  # worse in an archive
 
     def score(self, candidates: Candidates) -> Tensor:
         score = super().score(candidates)
