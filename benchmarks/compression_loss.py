@@ -1,4 +1,4 @@
-"""What a model loses when a session is compressed: its predictions of the text that follows.
+"""Measures how compression of a session changes predictions of the text that follows.
 
     python -m benchmarks.compression_loss --tokens 1000 --out docs/results/compression-loss.json
 

@@ -1,4 +1,4 @@
-"""What a few fed tokens cost, against a group of sessions that sample as many.
+"""Compares the time of a few fed tokens with that of a group of sessions that sample as many.
 
     python -m benchmarks.small_steps --model llama-1b-Q4_K_M.gguf
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 # Listed here because the modules that define them import torch, which would slow down --help.
 METHOD_NAMES = (
     *("fitted", "random", "knorm", "keydiff", "expected_attention", "snapkv", "h2o", "tova"),
-    *("average", "sum", "pick_heads", "kvzip", "kvzip-exact", "kvzip+"),
-    *("kvzap", "kvzap-exact"),
+    *("average", "sum", "pick_heads", "kvzip", "kvzip-exact", "kvzip+", "kvzap"),
 )
 BEST_METHOD = METHOD_NAMES[0]
 UNCALIBRATED_METHODS = tuple(name for name in METHOD_NAMES if not name.startswith("kvzap"))

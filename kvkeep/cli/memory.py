@@ -133,7 +133,7 @@ class MemoryOptions:
     def settings(self, model: "Model", default_keep: int = SINKS) -> dict[str, Any]:
         """Return the arguments of `Model.session`. default_keep: first tokens kept by default."""
         calibration = compression.load_calibration_file(self.calibration, model)
-        may_calibrate = self.method in (None, "kvzap", "kvzap-exact")
+        may_calibrate = self.method in (None, "kvzap")
         if calibration is None and self.policy == "archive" and may_calibrate:
             calibration = model.calibration  # other methods do without
         keep = default_keep if self.keep is None else self.keep

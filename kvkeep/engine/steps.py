@@ -44,7 +44,7 @@ class StepGrid:
 
     @property
     def name(self) -> str:
-        """What the ends depend on beside the text; cells of other steps differ by rounding."""
+        """The rule of the ends, apart from the text; cells of other steps differ by rounding."""
         step = self.prefill_step
         if prefill_step_at(step, step * _FULL_SIZE_STEPS) != step:
             step_name = f"{step} halved after {_FULL_SIZE_STEPS}"

@@ -163,7 +163,7 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     runs, remaining_cells = _split_into_runs(memory, plan)
     budget = plan.effective_budget
     sample = None
-    if plan.method.residual and plan.method.reconstruction_kind and budget == "heads":
+    if plan.method.residual and budget == "heads":
         sample = QuerySample(memory.cache.cells)
     candidates = _candidates(memory, plan, runs, sample)
     if budget == "uniform":

@@ -31,7 +31,7 @@ class Draft:
 
 
 class NgramIndex:
-    """Where each run of `MATCH_TOKENS` tokens came last in a text that grows."""
+    """Index of the last place of each run of `MATCH_TOKENS` tokens in a text that grows."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._tokens: list[int] = []

@@ -189,7 +189,7 @@ def test_what_was_stored_in_other_steps_is_not_reused(tmp_path: Path, step: int)
 def test_sessions_that_were_evaluated_in_other_steps_are_not_reused(
     tmp_path: Path, steps: str | None
 ) -> None:
-    """As those in files of an earlier version. The next turn resumes them all the same."""
+    """Files of an earlier version hold such sessions. The next turn resumes them all the same."""
     settings = {**FULL, "prefill_step": 64}
     with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
         Create("a", ()).do(engine)

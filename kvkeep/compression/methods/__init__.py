@@ -4,13 +4,13 @@ from kvkeep.compression.methods.attention import H2O, TOVA, ExpectedAttention, S
 from kvkeep.compression.methods.base import Method
 from kvkeep.compression.methods.baselines import Average, KeyDiff, KNorm, PickHeads, Random, Sum
 from kvkeep.compression.methods.fitted import Fitted
-from kvkeep.compression.methods.kvzip import KVzap, KVzapExact, KVzip, KVzipExact, KVzipPlus
+from kvkeep.compression.methods.kvzip import KVzap, KVzip, KVzipExact, KVzipPlus
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
 _ALL: tuple[type[Method], ...] = (
     *(Random, KNorm, KeyDiff, ExpectedAttention, SnapKV, H2O, TOVA),
-    *(Average, Sum, PickHeads, Fitted, KVzip, KVzipExact, KVzipPlus, KVzap, KVzapExact),
+    *(Average, Sum, PickHeads, Fitted, KVzip, KVzipExact, KVzipPlus, KVzap),
 )
 METHODS = {method.name: method for method in _ALL}
 BEST_UNCALIBRATED = Fitted.name

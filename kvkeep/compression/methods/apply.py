@@ -99,8 +99,9 @@ def compress_across_heads(
 def compress_and_join(
     method: Eviction, runs: Sequence[Candidates], count: int
 ) -> tuple[RaggedCells, Compression]:
-    """Compress as `compress_across_heads` does, and join the remaining cells of all runs.
+    """Keep the highest scored cells as `compress_across_heads` does, and join those of all runs.
 
+    There are no residual cells: clustered again and again, they made an archive worse.
     runs: oldest first; they differ only in their cells.
     """
     start_seconds = time.perf_counter()
@@ -110,17 +111,8 @@ def compress_and_join(
         joined = Cells.concatenate(parts)
         assert isinstance(joined, RaggedCells)
         parts = [joined]
-    candidates = [replace(runs[0], cells=part) for part in parts]
-    num_residual = _num_residual(method, count, sum(map(len, runs)))
-    scores = [_score_exact(method, each) for each in candidates]
-    masks = top_score_masks(scores, (count - num_residual) * num_heads)
-    cells = RaggedCells.select_and_concatenate(parts, masks)
-    if num_residual:
-        evicted = RaggedCells.select_and_concatenate(parts, [~mask for mask in masks])
-        nothing = torch.zeros(evicted.total, dtype=torch.bool, device=evicted.keys.device)
-        run = replace(runs[0], cells=evicted, queries=None)
-        (residual,) = residual_cells([run], [nothing], [num_residual])
-        cells = _join([cells, residual if cells.scores is None else _scored_zero(residual)])
+    scores = [score(method, replace(runs[0], cells=part)) for part in parts]
+    cells = RaggedCells.select_and_concatenate(parts, top_score_masks(scores, count * num_heads))
     seconds = time.perf_counter() - start_seconds
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
 

@@ -48,7 +48,7 @@ class KVzip(Eviction):
 
 
 class KVzipExact(KVzip):
-    """As `KVzip`, without residual cells: as published, for comparisons."""
+    """Keeps the cells of `KVzip` without residual ones, as published: for comparisons."""
 
     name: ClassVar[str] = "kvzip-exact"
     residual: ClassVar[bool] = False
@@ -75,7 +75,6 @@ class KVzap(CellwiseEviction):
     name: ClassVar[str] = "kvzap"
     budget: ClassVar[Budget] = "heads"
     uses_surrogate: ClassVar[bool] = True
-    residual: ClassVar[bool] = False  # worse in an archive
 
     def score(self, candidates: Candidates) -> Tensor:
         score = super().score(candidates)
@@ -99,10 +98,3 @@ class KVzap(CellwiseEviction):
             keys = rotate(cells.keys[batch].float().unsqueeze(-2), rotation).squeeze(-2)
             scores.append(surrogate.select(batch).score(keys, cells.values[batch]))
         return torch.cat(scores)
-
-
-class KVzapExact(KVzap):
-    """As `KVzap`, without residual cells: for comparisons."""
-
-    name: ClassVar[str] = "kvzap-exact"
-    residual: ClassVar[bool] = False

@@ -22,7 +22,7 @@ RIDGE = 1e-2  # penalty of a fitted value's distance from the mean, relative to 
 
 @dataclass(frozen=True)
 class FitContext:
-    """What residual cells are fitted by, besides the compressed runs and their queries.
+    """Attention settings and other cells that residual cells are fitted by.
 
     unchanged: the cells that stay as they are, with the same queries as they are seen from there.
     """
@@ -95,16 +95,14 @@ def _rotated_queries(run: Candidates, layer: int, scale: float) -> Tensor:
 def _key_scales(run: Candidates, layer: int) -> Tensor:
     """Return how much each element of a key counts in distances, `[kv_heads, head_dim]`.
 
-    That is the root of the mean square of the queries' element, and 1 if neither queries nor a
-    calibration are known. Both elements of a pair that RoPE rotates have the same, so that it holds
+    That is the root of the mean square of the queries' element, and 1 if no queries are
+    known. Both elements of a pair that RoPE rotates have the same, so that it holds
     at all positions.
     """
     kv_heads, width = run.layers_and_heads[1], run.cells.keys.shape[-1]
     if run.queries is not None:
         vectors = group_by_kv_head(run.queries.vectors[layer : layer + 1], kv_heads)
         squares = vectors[0].square().mean(1)
-    elif run.statistics is not None:
-        squares = run.statistics.moment[layer].diagonal(dim1=-2, dim2=-1)
     else:
         return torch.ones(kv_heads, width, dtype=torch.float32, device=run.cells.keys.device)
     half = width // 2
