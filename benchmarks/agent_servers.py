@@ -8,7 +8,8 @@ with one token to generate, which is timed; then the prompt with its given answe
 servers of a trace take turns with each request, so that they meet the same state of the machine.
 
 llama.cpp runs with `--cache-reuse`, which moves equal chunks to their new positions as kvkeep's
-alignment in place does, without evaluating anything at the seams.
+alignment in place does, without evaluating anything at the seams. It gets the same file and, where
+llama-cpp-python is installed, the weights as Q4_0, which it computes fastest.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from benchmarks.agent_traces import MODES, GivenAnswers, random_model, send
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
-from benchmarks.peers.gguf_files import gguf_file
+from benchmarks.peers.gguf_files import gguf_file, requantised, weights_of
 from benchmarks.serving import running_server
 from kvkeep import load_model
 from kvkeep.server.app import application
@@ -45,6 +46,7 @@ KVKEEP = (
 LLAMA = (
     "{program} -m {file} --port {port} -c {context} --parallel 1 -t {threads} --cache-reuse {reuse}"
 )
+FASTEST = "Q4_0"  # of llama.cpp's formats with 4 bits
 MODE_NAMES = [mode.name for mode in MODES if mode.rules == "default"]
 
 
@@ -109,6 +111,15 @@ def measure_prompt(url: str, prompt: PromptOfTrace, alignment: Any) -> tuple[int
     return evaluated, seconds
 
 
+def llama_files(file: Path, threads: int) -> dict[str, Path]:
+    """Return the files that llama.cpp is measured with, by the format of their weights."""
+    files = {weights_of(file): file}
+    try:
+        return files | {FASTEST: requantised(file, FASTEST, threads)}
+    except ImportError:
+        return files
+
+
 def summary_table(readings: Sequence[ServerReading]) -> str:
     """Return a table in Markdown: a line for each trace and server, all prompts but the first."""
     lines = [
@@ -146,21 +157,22 @@ def agent_servers(
     """Compare servers on the prompts of coding agents."""
     check_outputs(out)
     file, context, readings = gguf_file(name, False), 8192, list[ServerReading]()
-    commands = {f"kvkeep, {mode}": KVKEEP for mode in MODE_NAMES}
+    servers = {f"kvkeep, {mode}": (KVKEEP, file) for mode in MODE_NAMES}
     if llama_server is not None:
-        commands[f"llama.cpp, --cache-reuse {cache_reuse}"] = LLAMA
+        for weights, llama_file in llama_files(file, threads).items():
+            servers[f"llama.cpp, {weights}, --cache-reuse {cache_reuse}"] = LLAMA, llama_file
     alignments: dict[str, Any] = {
         f"kvkeep, {mode.name}": dataclasses.asdict(mode.alignment) for mode in MODES
     }
     for agent in agents or load_shapes():
         prompts = trace_prompts(name, agent, scale, requests)
         with ExitStack() as stack:
-            values = {"file": file, "context": context, "program": llama_server}
+            values = {"context": context, "program": llama_server}
             values |= {"threads": threads, "reuse": cache_reuse}
             urls = dict[str, str]()
-            for server, command in commands.items():
+            for server, (command, served) in servers.items():
                 store = stack.enter_context(tempfile.TemporaryDirectory())
-                running = running_server(command, store=store, **values)
+                running = running_server(command, file=served, store=store, **values)
                 urls[server] = stack.enter_context(running)
             for number, prompt in enumerate(prompts, 1):
                 for server, url in urls.items():
