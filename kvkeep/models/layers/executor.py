@@ -148,6 +148,7 @@ class DecodeGraph:
             self._run_network()
         torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Another thread may allocate memory meanwhile, which "global" would forbid to all threads.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             hidden = self._run_network()
         return graph, hidden
