@@ -110,6 +110,8 @@ def attend_cells(
         q = q.permute(2, 1, 0, 3)
     if q.device.type == "cpu" and not softcap:
         out, log_sum = attend_by_flash(q, keys, values, scale=scale, bias=bias, causal=causal)
+    elif _suits_cuda_kernels(q) and not softcap and cell_bias is None:
+        out, log_sum = attend_on_cuda(q, keys, values, scale=scale, bias=bias, causal=causal)
     else:
         out, log_sum = attend_densely(
             q, keys, values, scale=scale, bias=bias, causal=causal, softcap=softcap
@@ -146,6 +148,37 @@ def attend_by_flash(
     return PartialAttention(out, log_sum)
 
 
+def _suits_cuda_kernels(q: Tensor) -> bool:
+    return (
+        q.device.type == "cuda" and q.dtype is torch.bfloat16 and q.shape[-1] in (64, 96, 128, 256)
+    )
+
+
+def attend_on_cuda(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+) -> PartialAttention:
+    """Attend by one of PyTorch's fused kernels for CUDA, in bfloat16; as `attend_by_flash`.
+
+    bias: 0 or `MASK_BIAS`, since it is rounded to bfloat16.
+    """
+    keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in (keys, values))
+    if bias is None:
+        out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, keys, values, 0.0, causal, False, scale=scale
+        )
+        return PartialAttention(out, log_sum)
+    # The kernel reads rows of the bias in whole groups of 8 numbers.
+    cells = bias.shape[-1]
+    shape = (*bias.shape[:-1], -(-cells // 8) * 8)
+    padded = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    padded[..., :cells] = bias
+    expanded = padded[..., :cells].expand(*q.shape[:3], cells)
+    out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, keys, values, expanded, True, 0.0, False, scale=scale
+    )
+    return PartialAttention(out, log_sum[..., : q.shape[2]])
+
+
 def attend_densely(
     q: Tensor,
     keys: Tensor,
@@ -156,7 +189,7 @@ def attend_densely(
     causal: bool,
     softcap: float = 0.0,
 ) -> PartialAttention:
-    """Attend by matrix products, for softcaps and for devices whose flash kernel takes no bias.
+    """Attend by matrix products, for softcaps and for what no fused kernel of the device takes.
 
     Shapes as in `attend_by_flash`. Products of queries and keys are float32, as in a flash kernel:
     in bfloat16 a large product would be off by a tenth or more.

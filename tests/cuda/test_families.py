@@ -26,9 +26,11 @@ def test_logits_equal_those_of_transformers_and_of_a_cpu(
         reference = write_checkpoint(tmp_path, family).to(device)
     except (AttributeError, TypeError) as error:
         pytest.skip(f"this transformers has another {family}: {error}")
+    reference.set_attn_implementation("eager")  # in some releases others ignore softcaps
+    tokens = [token % 300 for token in TOKENS]  # all that a table of per-layer embeddings has
     (tmp_path / "tokenizer.json").write_text(small_tokenizer().to_str())
     with torch.inference_mode():
-        expected = reference(torch.tensor([TOKENS], device=device)).logits[0].float().cpu()
+        expected = reference(torch.tensor([tokens], device=device)).logits[0].float().cpu()
     placed, on_cpu = (
         load_model(str(tmp_path), dtype="float32", device=each) for each in (str(device), "cpu")
     )
@@ -38,7 +40,7 @@ def test_logits_equal_those_of_transformers_and_of_a_cpu(
         done = 0
         for count in (45, 80, 1, 1, 1, 2, 1, 19):
             for each in (session, there):
-                each.feed(TOKENS[done : done + count])
+                each.feed(tokens[done : done + count])
             done += count
             assert session.logits is not None
             assert there.logits is not None
