@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 READY := $(VENV)/.ready
 
-.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release install-size site lint types install clean
+.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release install-size site lint types page install clean
 
 install: $(READY)
 
@@ -149,7 +149,7 @@ fmt: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-check: lint types
+check: lint types $(if $(shell command -v npm),page)
 
 lint: install
 	$(BIN)/ruff check .
@@ -160,5 +160,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# The web UI's JavaScript: its types and unit tests; needs node and npm. Part of `check` where they are.
+page:
+	cd tools/page && npm ci --no-audit --no-fund && npm run types && npm test
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json
+	rm -rf tools/page/node_modules $(VENV) build dist site *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json

@@ -133,6 +133,10 @@ class ServingOptions:
                 "--api-key-file, or listen on 127.0.0.1"
             )
 
+    def is_for_one_user(self) -> bool:
+        """Whether only this machine reaches the server, by its own names and without API keys."""
+        return self.host in _LOOPBACK and self.api_key_file is None and not self.allow_host
+
     def require_secret(self) -> None:
         """Raise InvalidArgument if --api-key-file is given without --secret-file."""
         if self.api_key_file is not None and self.secret_file is None:
@@ -183,8 +187,11 @@ def serve(
         show_default="in kvkeep's own",
         help="Folder or object store (s3://bucket/prefix) for sessions.",
     ),
-    allow_edit: bool = option(
-        is_flag=True, help="Allow the web page to chat and to edit sessions."
+    allow_edit: bool | None = option(
+        "--allow-edit/--no-allow-edit",
+        default=None,
+        show_default="allowed without API keys and other hosts",
+        help="Allow the web page to chat and to edit sessions.",
     ),
     compact_at: float | None = compact_at_option(),
 ) -> None:
@@ -196,7 +203,8 @@ def serve(
     serving.require_api_keys_if_exposed()
     require_server_packages()
     serving.memory.check()
-    options = {**vars(serving), "allow_edit": allow_edit, "compact_at": compact_at}
+    edits = serving.is_for_one_user() if allow_edit is None else allow_edit
+    options = {**vars(serving), "allow_edit": edits, "compact_at": compact_at}
     if store is not None and is_url(store):
         _serve_shared(serving, store, options)
     else:

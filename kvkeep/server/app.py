@@ -120,8 +120,17 @@ async def icon() -> Response:
 
 @_page_router.get("/v1/page")
 async def page_settings(context: ContextDep) -> dict[str, Any]:
-    """Return the model's name, and whether the web UI may change sessions."""
-    return {"edits": context.service.allow_edit, "model": context.service.model_name}
+    """Return the model's name, its default sampling, and whether the web UI may change sessions."""
+    sampling = context.default_sampling
+    return {
+        "edits": context.service.allow_edit,
+        "model": context.service.model_name,
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "repeat_penalty": sampling.repetition_penalty,
+        },
+    }
 
 
 @_router.get("/health")

@@ -83,7 +83,7 @@ def run_server(
         lifespan="off",
     )
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    web_ui_mode = "editing allowed" if options["allow_edit"] else "read-only; see --allow-edit"
+    web_ui_mode = "chat and edits" if options["allow_edit"] else "read-only; see --allow-edit"
     urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"
     banner = "" if options["quiet"] else f"kvkeep serves {name} on {url}\n{urls}"
 

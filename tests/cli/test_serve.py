@@ -131,6 +131,32 @@ def test_other_hosts_need_api_keys(tiny_folder: Path, tmp_path: Path) -> None:
         assert httpx.post(f"{url}/v1/sessions", json={}, headers=headers).status_code == 201
 
 
+@pytest.mark.parametrize(
+    ("options", "edits"),
+    [
+        ((), True),
+        (("--allow-host", "box"), False),
+        (("--no-allow-edit",), False),
+        (("keys",), False),
+    ],
+)
+def test_the_page_may_edit_for_the_one_user_of_this_machine(
+    tiny_folder: Path, tmp_path: Path, options: tuple[str, ...], edits: bool
+) -> None:
+    """And not with API keys or other host names, unless --allow-edit is given."""
+    keys = tmp_path / "keys"
+    keys.write_text("k" * 16)
+    given = ("--api-key-file", str(keys)) if options == ("keys",) else options
+    with serving(tiny_folder, tmp_path / "store", *given) as (_, url):
+        headers = {"Origin": url, "Authorization": "Bearer " + "k" * 16}
+        settings = httpx.get(f"{url}/v1/page", headers=headers).json()
+        created = httpx.post(f"{url}/v1/sessions", json={}, headers=headers)
+        foreign = httpx.post(f"{url}/v1/sessions", json={}, headers={"Origin": "http://x.example"})
+    assert settings["edits"] is edits
+    assert created.status_code == (201 if edits else 403)
+    assert foreign.status_code == 403
+
+
 def test_invalid_options_are_one_line_errors(tiny_folder: Path, tmp_path: Path) -> None:
     model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
     assert "8GB" in refused("--memory", "much")

@@ -80,34 +80,6 @@ def expect_status(page: Page, text: str | re.Pattern[str]) -> None:
     expect(page.locator("#status")).to_contain_text(text)
 
 
-def test_a_chat_is_started_and_continued(page: Page, client: httpx.Client) -> None:
-    name = next(names)
-    page.get_by_role("button", name="New session").click()
-    page.locator("dialog [name=name]").fill(name)
-    page.locator("dialog button.main").click()
-    page.get_by_label("System prompt").fill("You are terse.")
-    page.get_by_label("Message").fill("What is the capital of France?")
-    page.get_by_role("button", name="Send").click()
-    expect(page.locator(".turns .answer .token").first).to_be_visible()
-    expect(page.get_by_role("button", name="turn 1 answer")).to_be_visible()
-    page.get_by_label("Message").fill("And of Italy?")
-    page.get_by_label("Message").press("Enter")
-    expect(page.get_by_role("button", name="turn 2 answer")).to_be_visible()
-    spans = memory(client, name)["spans"]
-    for turn in ("turn 1 answer", "turn 2 answer"):
-        span = {key: spans[turn][key] for key in ("start", "end")}
-        pieces = client.get(f"/v1/sessions/{name}/text", params=span).json()["pieces"]
-        expect(page.locator(".turns")).to_contain_text("".join(item["text"] for item in pieces))
-    assert {"system", "turn 1", "turn 1 answer", "turn 2 question"} <= set(spans)
-    page.get_by_role("button", name="turn 1 answer").click()
-    expect(page.get_by_label("From token")).to_have_value(str(spans["turn 1 answer"]["start"]))
-    assert memory(client, name)["runs"][0] == {
-        "standing": "kept",
-        "start": 0,
-        "count": spans["system"]["end"],
-    }
-
-
 def test_selected_text_is_pinned_named_and_edited(page: Page, client: httpx.Client) -> None:
     name = create_fed_session(client)
     show(page, name)
@@ -269,12 +241,11 @@ def test_a_change_for_an_outdated_revision_is_refused(page: Page, client: httpx.
 
 
 def test_the_page_works_by_keyboard_alone(page: Page, client: httpx.Client) -> None:
-    """Open a session, select on the strip and by number, pin, and take a turn."""
+    """Open a session, select on the strip and by number, and pin."""
     name = create_fed_session(client)
-    page.reload()
-    link = page.get_by_role("link", name=name, exact=True)
-    expect(link).to_be_visible()
-    focus_by_tab(page, f"a:text-is('{name}')")
+    page.goto("/#/sessions")
+    expect(page.locator("main").get_by_role("link", name=name, exact=True)).to_be_visible()
+    focus_by_tab(page, f"main a:text-is('{name}')")
     page.keyboard.press("Enter")
     expect(page.locator(".text .token").first).to_be_visible()
     focus_by_tab(page, ".strip")
@@ -292,10 +263,6 @@ def test_the_page_works_by_keyboard_alone(page: Page, client: httpx.Client) -> N
     page.keyboard.press("Enter")
     expect_status(page, "Pinned")
     assert {"standing": "pinned", "start": last - 6, "count": 4} in memory(client, name)["runs"]
-    focus_by_tab(page, "#words")
-    page.keyboard.type("Say hello.")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="turn 1 answer")).to_be_visible()
 
 
 def focus_by_tab(page: Page, selector: str) -> None:
@@ -308,7 +275,10 @@ def focus_by_tab(page: Page, selector: str) -> None:
     raise AssertionError(f"the Tab key does not reach {selector}")
 
 
-VIEWS = ("#/", "#/tree", "#/operations", "#/missed", "#/sessions/{}", "#/sessions/{}/heads")
+VIEWS = (
+    *("#/", "#/chat/{}", "#/sessions", "#/sessions/{}", "#/sessions/{}/heads"),
+    *("#/tree", "#/operations", "#/missed"),
+)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -153,8 +153,8 @@ def test_cross_origin_requests_are_refused(
         assert client.get("/v1/sessions/theirs").status_code == 404
 
 
-def test_the_web_ui_is_read_only_by_default(server: RunningServer) -> None:
-    """Without --allow-edit, requests with the server's own Origin may only read."""
+def test_the_web_ui_is_read_only_unless_it_may_edit(server: RunningServer) -> None:
+    """Without `allow_edit`, requests with the server's own Origin may only read."""
     with server.client() as client:
         headers = {"Origin": server.url}
         assert client.get("/v1/sessions", headers=headers).status_code == 200

@@ -11,17 +11,25 @@ export const changeError = (error) =>
     ? "The session has changed since it was shown, so nothing was done. The page now shows its current state."
     : error.message;
 
+// Returns the headers of a change for one revision, under a key that lets it be repeated.
+export const changeHeaders = (revision) => ({
+  "If-Match": `"${revision}"`,
+  "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()),
+});
+
 // One change, for the revision that is shown when it begins. However long its dialog stays open, the
 // server refuses it once the session is at another revision.
 // view: reload() loads the session again; markStable(revision) is called with a revision in which
 // tokens have the same numbers as in the one before; pendingChanges counts changes in progress.
 export class Change {
   constructor(name, revision, view) {
-    Object.assign(this, { name, revision, view });
+    this.name = name;
+    this.revision = revision;
+    this.view = view;
   }
 
   get headers() {
-    return { "If-Match": `"${this.revision}"`, "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()) };
+    return changeHeaders(this.revision);
   }
 
   async post(action, body, message, renumbers = false) {
@@ -126,18 +134,18 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     return change.post("rewind", { count }, `Rewound to token ${selection.end}.`);
   };
   const deleteText = (change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, true);
-  const buttons = newChange
-    ? [
-        ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
-        ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`)],
-        ["Name", (change) => nameSpan(change, range(), selectSpan)],
-        ["Delete text", deleteText],
-        ["Replace", (change) => replace(change, range(), textOf)],
-        ["Insert before", (change) => insert(change, selection.start)],
-        ["Fork here", (change) => fork(change, selection.end)],
-        ["Rewind to here", rewind],
-      ].map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label))
-    : [];
+  /** @type {[string, (change: Change) => Promise<any>][]} */
+  const operations = [
+    ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
+    ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`)],
+    ["Name", (change) => nameSpan(change, range(), selectSpan)],
+    ["Delete text", deleteText],
+    ["Replace", (change) => replace(change, range(), textOf)],
+    ["Insert before", (change) => insert(change, selection.start)],
+    ["Fork here", (change) => fork(change, selection.end)],
+    ["Rewind to here", rewind],
+  ];
+  const buttons = newChange ? operations.map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label)) : [];
   const element = h(
     "div",
     { class: "selection", role: "group", "aria-label": "Selection" },

@@ -14,13 +14,20 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 
+/** @param {Record<string, string>} [headers] @returns {Record<string, string>} */
 function withKey(headers) {
   const key = sessionStorage.getItem(KEY);
   return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...headers };
 }
 
-// Sends a request and returns the response. Throws ApiError for an error status.
+/** @typedef {{headers?: Record<string, string>, signal?: AbortSignal}} Options */
+
+/**
+ * Sends a request and returns the response. Throws ApiError for an error status.
+ * @param {string} method @param {string} path @param {any} [body] @param {Options} [options]
+ */
 async function request(method, path, body, { headers, signal } = {}) {
+  /** @type {RequestInit & {headers: Record<string, string>}} */
   const options = { method, headers: withKey(headers), signal };
   if (body !== undefined && body !== null) {
     options.body = JSON.stringify(body);
@@ -28,6 +35,7 @@ async function request(method, path, body, { headers, signal } = {}) {
   }
   const response = await fetch(path, options);
   if (!response.ok) {
+    /** @type {{message?: string, code?: string}} */
     let error = {};
     try {
       error = (await response.json()).error;
@@ -39,14 +47,21 @@ async function request(method, path, body, { headers, signal } = {}) {
   return response;
 }
 
+/** @param {string} path */
 export const get = async (path) => (await request("GET", path)).json();
 
+/** @param {string} method @param {string} path @param {any} [body] @param {Options} [options] */
 export const send = async (method, path, body, options) => (await request(method, path, body, options)).json();
 
-// Yields server-sent events: pairs of a name and its data.
+/**
+ * Yields server-sent events: pairs of a name and its data.
+ * @param {string} method @param {string} path @param {any} [body] @param {Options} [options]
+ * @returns {AsyncGenerator<[string, any]>}
+ */
 export async function* streamEvents(method, path, body, options) {
   const response = await request(method, path, body, options);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const stream = /** @type {ReadableStream<any>} */ (response.body);
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {
     for (;;) {
@@ -54,7 +69,7 @@ export async function* streamEvents(method, path, body, options) {
       if (done) return;
       buffer += value;
       const blocks = buffer.split("\n\n");
-      buffer = blocks.pop();
+      buffer = blocks.pop() || "";
       for (const block of blocks) {
         const event = parseEvent(block);
         if (event) yield event;
@@ -65,6 +80,7 @@ export async function* streamEvents(method, path, body, options) {
   }
 }
 
+/** @param {string} block @returns {[string, any] | null} */
 function parseEvent(block) {
   let name = "message";
   const data = [];

@@ -1,125 +1,399 @@
-// The chat in a session: its turns as memory holds them, and a form for the next one.
+// The chat: a conversation's turns, the message box, and what can be done with a turn.
 
-import { streamEvents } from "./api.js";
-import { changeError } from "./actions.js";
-import { h, showStatus } from "./dom.js";
-import { fetchPieces, redraw, tokenElements } from "./tokens.js";
+import { ApiError, get, send, streamEvents } from "./api.js";
+import { changeError, changeHeaders } from "./actions.js";
+import { askSettings, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
+import { composer } from "./composer.js";
+import { conversationsChanged } from "./conversations.js";
+import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { debounce, onOperation } from "./live.js";
+import { openTurn, turnElement } from "./message.js";
+import { fetchPieces } from "./tokens.js";
+import { turnsOf } from "./turns.js";
+import { dropUndo, keepUndo, undo, undoSteps } from "./undo.js";
 
-const SHOWN = 20; // turns
+/** @typedef {import("./turns.js").Memory} Memory */
+/** @typedef {import("./turns.js").Turn} Turn */
+/** @typedef {import("./turns.js").Part} Part */
 
-// Creates the chat of a session. newChange: returns a Change; null if turns are not allowed.
-// selectSpan: selects a span by name. afterTurn: called once a turn has ended.
-export function chat(name, newChange, selectSpan, afterTurn, signal) {
-  const turns = h("div", { class: "turns", role: "log", "aria-label": "Conversation", tabindex: "0" });
-  const system = h("input", { id: "system" });
-  const systemField = h("p", {}, h("label", { for: "system" }, "System prompt (optional)"), system);
-  const input = h("textarea", { id: "words", rows: "2", required: true });
-  const sendButton = h("button", { class: "main" }, "Send");
-  const stopButton = h("button", { type: "button", hidden: true }, "Stop");
-  let running = null; // the AbortController of the turn in progress
-  let latest = null; // the memory that is drawn, or about to be
+const WATCH_EVERY = 1000; // milliseconds, while another client generates
 
-  const takeTurn = async () => {
-    const content = input.value;
-    if (!content.trim() || sendButton.disabled) return;
-    const change = newChange();
-    running = new AbortController();
-    signal.addEventListener("abort", () => running?.abort(), { once: true });
-    input.value = "";
-    sendButton.disabled = true;
-    stopButton.hidden = false;
-    const answer = h("p", { class: "answer" });
-    turns.append(h("p", { class: "question" }, content), answer);
-    turns.scrollTop = turns.scrollHeight;
-    let failure = null;
-    const body = { content, stream: true };
-    if (!systemField.hidden && system.value) body.system = system.value;
-    try {
-      const options = { headers: change.headers, signal: running.signal };
-      for await (const [kind, event] of streamEvents("POST", `/v1/sessions/${name}/turns`, body, options)) {
-        showEvent(kind, event, answer);
-        if (kind === "done") change.keepNumbers(event.revision); // a turn only appends tokens
-      }
-    } catch (error) {
-      if (error.name !== "AbortError") failure = error;
-      if (!answer.textContent) input.value = content;
-    }
-    running = null;
-    stopButton.hidden = true;
-    if (!signal.aborted) await afterTurn();
-    if (failure && !signal.aborted) showStatus(changeError(failure), true);
-    sendButton.disabled = false; // only now: the next turn is for the revision that is shown
-  };
-  const showEvent = (kind, event, answer) => {
-    if (kind === "read") answer.dataset.reading = `prefill: ${event.done} of ${event.total} tokens`;
-    else if (kind === "token") {
-      if (event.reasoning) answer.dataset.reading = "reasoning";
-      else delete answer.dataset.reading;
-      answer.append(event.text);
-      turns.scrollTop = turns.scrollHeight;
-    } else if (kind === "error") throw new Error(event.error.message);
-  };
-  stopButton.addEventListener("click", () => running?.abort());
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey) {
+/**
+ * Shows a conversation, or the beginning of a new one.
+ * @param {HTMLElement} container
+ * @param {{signal: AbortSignal, edits: boolean, parts: string[], settings: any}} view
+ */
+export async function chat(container, { signal, edits, parts, settings }) {
+  const view = new ChatView(container, signal, edits, settings);
+  await view.open(parts[1] || null);
+}
+
+class ChatView {
+  /** @param {HTMLElement} container @param {AbortSignal} signal @param {boolean} edits @param {any} settings */
+  constructor(container, signal, edits, settings) {
+    this.container = container;
+    this.signal = signal;
+    this.edits = edits;
+    this.settings = settings;
+    /** @type {string | null} */
+    this.name = null;
+    /** @type {Memory | null} */
+    this.memory = null;
+    /** @type {string[]} */
+    this.texts = [];
+    /** @type {Turn[]} */
+    this.turns = [];
+    /** @type {AbortController | null} */
+    this.running = null;
+    this.busy = false; // whether an answer or a change is in progress
+    this.newSystem = ""; // of a conversation that has not begun
+    /** @type {import("./chat_settings.js").Sampling} */
+    this.newSampling = {};
+    this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
+    this.heading = h("h1", {}, "New chat");
+    this.headerButtons = h("div", { class: "actions" });
+    this.box = composer((text) => this.say(text), () => this.running?.abort(), () => this.exclusively(() => this.changeSettings()));
+    const note = h("p", { class: "hint" }, "This page may only read here. Start the server with --allow-edit to chat and to edit.");
+    const column = h("div", { class: "chat-column" }, this.log, edits ? this.box.element : note);
+    fill(container, h("div", { class: "chat" }, h("div", { class: "chat-header" }, this.heading, this.headerButtons), column));
+    this.log.addEventListener("drawn", () => this.followEnd());
+    signal.addEventListener("abort", () => this.running?.abort());
+    document.addEventListener("keydown", (event) => this.onKey(event), { signal });
+    const reloadSoon = debounce(() => this.running || this.reload());
+    onOperation((operation) => {
+      if (operation && operation.session !== this.name) return;
+      if (!operation || operation.what === "delete") this.memory = null; // revisions may start again
+      reloadSoon();
+    }, signal);
+    const timer = setInterval(() => !this.running && this.memory?.busy && this.reload(), WATCH_EVERY);
+    signal.addEventListener("abort", () => clearInterval(timer));
+  }
+
+  /** @param {string | null} name */
+  async open(name) {
+    this.name = name;
+    if (name === null) this.drawWelcome();
+    else await this.load();
+    if (this.edits) this.box.focus();
+  }
+
+  get path() {
+    return `/v1/sessions/${this.name}`;
+  }
+
+  /** @param {KeyboardEvent} event */
+  onKey(event) {
+    const typing = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
+    if (event.key === "Escape" && this.running) this.running.abort();
+    if (event.key === "/" && !typing && this.edits) {
       event.preventDefault();
-      takeTurn();
+      this.box.focus();
     }
-  });
-  const submit = (event) => {
-    event.preventDefault();
-    takeTurn();
-  };
-  const form = h(
-    "form",
-    { onsubmit: submit },
-    systemField,
-    h("label", { for: "words" }, "Message"),
-    input,
-    h("div", { class: "actions" }, sendButton, stopButton),
-  );
+  }
 
-  async function draw(memory) {
-    if (running) return;
-    systemField.hidden = memory.tokens > 0;
-    const parts = partsOf(memory.spans);
-    latest = memory;
-    if (!parts.length) {
-      const hint = memory.tokens ? "This session has no chat turns; its text is shown beside." : "No messages yet.";
-      redraw(turns, h("p", { class: "hint" }, hint));
+  drawWelcome() {
+    document.title = "New chat - kvkeep";
+    this.heading.textContent = "New chat";
+    fill(
+      this.log,
+      h(
+        "div",
+        { class: "welcome" },
+        h("p", {}, `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`),
+        h("p", {}, "Every turn stays in the model's memory: Inspect shows what of it is held, what was compressed, and what is forgotten."),
+        h("p", {}, "Any message can be asked otherwise in a branch, and an answer once more, which Undo takes back."),
+      ),
+    );
+  }
+
+  // Loads the session's memory and text, and draws them. Raises ApiError.
+  async load() {
+    const [name, before] = [this.name, this.memory];
+    const memory = /** @type {Memory} */ (await get(`${this.path}/memory`));
+    if (this.signal.aborted || name !== this.name) return;
+    const unchanged = before && before.revision === memory.revision && before.tokens === memory.tokens;
+    if (unchanged) {
+      this.memory = memory;
       return;
     }
-    const bubbles = [];
-    for (const part of parts) bubbles.push(await bubble(name, part, memory, selectSpan));
-    if (running || latest !== memory) return;
-    redraw(turns, bubbles);
-    turns.scrollTop = turns.scrollHeight;
+    const first = before && memory.revision === this.appendedRevision ? Math.min(before.tokens, memory.tokens) : 0;
+    const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
+    if (this.signal.aborted || name !== this.name) return;
+    this.memory = memory;
+    this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
+    if (!this.running) await this.draw();
   }
 
-  const heading = h("h2", {}, "Chat");
-  const element = h("section", { class: "chat", "aria-label": "Chat" }, heading, turns, newChange ? form : null);
-  return { element, draw, busy: () => running !== null };
-}
-
-async function bubble(name, { label, kind, span }, memory, selectSpan) {
-  const tokens = await fetchPieces(name, span.start, span.end);
-  const attributes = { class: "turn-label", onclick: () => selectSpan(label), title: `Select ${label}` };
-  return h("div", { class: kind }, h("button", attributes, label), h("p", {}, tokenElements(tokens, memory)));
-}
-
-// Returns the parts of the conversation in order: the system prompt and the newest turns.
-function partsOf(spans) {
-  const numbers = Object.keys(spans)
-    .map((label) => /^turn (\d+)$/.exec(label))
-    .filter(Boolean)
-    .map(([, digits]) => Number(digits))
-    .sort((a, b) => a - b)
-    .slice(-SHOWN);
-  const parts = [{ label: "system text", kind: "system" }];
-  for (const turn of numbers) {
-    parts.push({ label: `turn ${turn} question`, kind: "question" }, { label: `turn ${turn} answer`, kind: "answer" });
+  async reload() {
+    if (this.name === null) return;
+    try {
+      await this.load();
+    } catch (error) {
+      if (this.signal.aborted) return;
+      if (error instanceof ApiError && error.status === 404) return this.drawGone();
+      showStatus(/** @type {Error} */ (error).message, true);
+    }
   }
-  return parts
-    .map((part) => ({ ...part, span: spans[part.label] }))
-    .filter(({ span }) => span && span.end > span.start);
+
+  drawGone() {
+    this.memory = null;
+    fill(this.log, h("div", { class: "welcome" }, h("p", {}, "This conversation was deleted. ", h("a", { href: "#/" }, "Start a new one"), ".")));
+  }
+
+  async draw() {
+    const memory = /** @type {Memory} */ (this.memory);
+    const atEnd = this.isAtEnd();
+    this.turns = turnsOf(memory, this.texts);
+    this.heading.textContent = titleOf(memory.name);
+    document.title = `${titleOf(memory.name)} - kvkeep`;
+    await this.drawHeader();
+    const elements = this.turns.map((turn) => turnElement(turn, (part) => this.buttonsOf(turn, part)));
+    const empty = h("div", { class: "welcome" }, h("p", {}, "Nothing has been said here yet."));
+    fill(this.log, elements.length ? elements : empty);
+    if (atEnd) this.followEnd(true);
+  }
+
+  async drawHeader() {
+    const [step] = this.edits ? await undoSteps(/** @type {string} */ (this.name)) : [];
+    const link = h("a", { class: "button", href: `#/sessions/${this.name}` }, "Inspect");
+    const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.undo(step)) }, `Undo ${step.operation}`) : null;
+    const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.branch(null)) }, "Branch") : null;
+    fill(this.headerButtons, undoButton, branch, link);
+  }
+
+  /**
+   * Runs one change or answer at a time; another one is not begun.
+   * @param {() => Promise<any>} run
+   */
+  async exclusively(run) {
+    if (this.busy) return showStatus("Wait until the answer is complete, or stop it.");
+    this.setBusy(true);
+    try {
+      await run();
+    } finally {
+      this.setBusy(false); // only now: the next turn is for the revision that is shown
+    }
+    if (!this.signal.aborted) this.box.focus();
+  }
+
+  /** @param {boolean} busy */
+  setBusy(busy) {
+    this.busy = busy;
+    this.box.setBusy(busy);
+    this.headerButtons.inert = busy;
+    this.headerButtons.classList.toggle("inert", busy);
+  }
+
+  isAtEnd() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 80 || !this.turns.length;
+  }
+
+  // Scrolls to the end, unless the reader has scrolled away from it.
+  followEnd(force = false) {
+    if (force || this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 200) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** @param {Turn} turn @param {Part} part @returns {HTMLElement[]} */
+  buttonsOf(turn, part) {
+    if (!this.edits) return [];
+    const isLast = turn === this.turns.at(-1);
+    /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
+    const button = (label, run, hint) => h("button", { class: "small", onclick: () => this.exclusively(run), title: hint }, label);
+    const isTurn = turn.label.startsWith("turn ");
+    if (part.role === "question" && isTurn) return [button("Edit", () => this.editQuestion(turn, part), "Ask otherwise, in a branch")];
+    if (part.role !== "answer") return [];
+    return [
+      isTurn && isLast ? button("Regenerate", () => this.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
+      button("Branch from here", () => this.branch(turn.end)),
+    ].flatMap((element) => (element ? [element] : []));
+  }
+
+  /** @param {string} content */
+  say(content) {
+    return this.exclusively(() => this.begin(content));
+  }
+
+  /** @param {string} content */
+  async begin(content) {
+    try {
+      if (this.name === null) await this.create(content);
+    } catch (error) {
+      this.box.restore(content);
+      return showStatus(/** @type {Error} */ (error).message, true);
+    }
+    await this.takeTurn(content);
+  }
+
+  // Creates the session of a new conversation. Raises ApiError.
+  /** @param {string} content */
+  async create(content) {
+    const created = await send("POST", "/v1/sessions", { name: nameFor(content) });
+    this.name = created.name;
+    keep(created.name, { title: titleFor(content), sampling: this.newSampling });
+    history.replaceState(null, "", `#/chat/${created.name}`);
+    this.heading.textContent = titleOf(created.name);
+    fill(this.log);
+    this.memory = await get(`${this.path}/memory`);
+    conversationsChanged();
+  }
+
+  /** @param {string} content */
+  async takeTurn(content) {
+    const memory = this.memory;
+    if (!memory) return;
+    const turn = openTurn(content);
+    if (!this.turns.length) fill(this.log);
+    this.log.append(turn.element);
+    this.followEnd(true);
+    const system = !memory.tokens && this.newSystem ? { system: this.newSystem } : {};
+    const body = { content, stream: true, ...system, ...keptOf(memory.name).sampling };
+    await this.stream("turns", body, turn, () => this.box.restore(content));
+  }
+
+  // Streams an answer into a turn that is shown. onNothing: called if nothing of it was kept.
+  /** @param {string} action @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
+  async stream(action, body, turn, onNothing) {
+    const revision = /** @type {Memory} */ (this.memory).revision;
+    this.running = new AbortController();
+    /** @type {Error | null} */
+    let failure = null;
+    try {
+      const options = { headers: changeHeaders(revision), signal: this.running.signal };
+      for await (const [kind, event] of streamEvents("POST", `${this.path}/${action}`, body, options)) {
+        if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
+        else if (kind === "token") turn.push(event);
+        else if (kind === "error") throw new Error(event.error.message);
+        else if (kind === "done" && event.revision === revision + 1) this.appendedRevision = event.revision;
+      }
+    } catch (error) {
+      if (/** @type {Error} */ (error).name !== "AbortError") failure = /** @type {Error} */ (error);
+    }
+    turn.finish();
+    if (turn.isEmpty) onNothing();
+    this.running = null;
+    if (this.signal.aborted) return;
+    await this.settle();
+    if (failure) showStatus(changeError(failure), true);
+    conversationsChanged();
+  }
+
+  // Loads the session once it is no longer busy with an answer that was stopped.
+  async settle() {
+    for (let tries = 0; tries < 20; tries += 1) {
+      await this.reload();
+      if (!this.memory?.busy) break;
+      await new Promise((resolve) => setTimeout(resolve, 100));
+    }
+    if (this.memory) await this.draw();
+  }
+
+  /**
+   * Changes the session, with a fork kept for undo. Returns whether it was done.
+   * @param {string} operation @param {(headers: Record<string, string>) => Promise<any>} run @param {string} message
+   */
+  async change(operation, run, message) {
+    const memory = /** @type {Memory} */ (this.memory);
+    /** @type {string | null} */
+    let kept = null;
+    try {
+      kept = await keepUndo(memory.name, memory.revision, operation);
+      await run(changeHeaders(memory.revision));
+      showStatus(message);
+    } catch (error) {
+      if (kept) await dropUndo(kept).catch(() => {});
+      showStatus(changeError(error), true);
+      await this.reload();
+      return false;
+    }
+    await this.reload();
+    return true;
+  }
+
+  /** @param {import("./undo.js").Step} step */
+  async undo(step) {
+    const memory = /** @type {Memory} */ (this.memory);
+    try {
+      await undo(memory.name, step, memory.revision);
+      showStatus(`Undone: ${step.operation}.`);
+    } catch (error) {
+      showStatus(changeError(error), true);
+    }
+    this.memory = null;
+    await this.reload();
+  }
+
+  /** @param {Turn} turn */
+  async regenerate(turn) {
+    const memory = /** @type {Memory} */ (this.memory);
+    const question = turn.parts.find(({ role }) => role === "question");
+    if (!question) return;
+    const count = memory.tokens - turn.start;
+    const rewind = (/** @type {any} */ headers) => send("POST", `${this.path}/rewind`, { count }, { headers });
+    if (await this.change("regenerate", rewind, "")) await this.takeTurn(question.text);
+  }
+
+  /** @param {Turn} turn @param {Part} question */
+  async editQuestion(turn, question) {
+    const fields = [{ name: "text", label: "Message", kind: "textarea", value: question.text, required: true }];
+    const note = h("p", { class: "hint" }, "The new message is asked in a branch; this conversation stays as it is.");
+    const values = await promptDialog("Ask otherwise", fields, "Send", note);
+    if (!values) return;
+    const at = this.turns[0] === turn ? 0 : turn.start;
+    const name = await this.fork(at, String(values.text));
+    if (!name) return;
+    this.leaveFor(name);
+    await this.load();
+    await this.takeTurn(String(values.text));
+  }
+
+  /** @param {number | null} at */
+  async branch(at) {
+    const name = await this.fork(at, "");
+    if (name) location.hash = `#/chat/${name}`;
+  }
+
+  /**
+   * Forks the conversation; returns the fork's name, or null.
+   * @param {number | null} at @param {string} text that it goes on with
+   */
+  async fork(at, text) {
+    const memory = /** @type {Memory} */ (this.memory);
+    const title = text ? titleFor(text) : `${titleOf(memory.name)} (branch)`;
+    const body = { name: nameFor(title.slice(0, 40)), ...(at === null ? {} : { at }) };
+    try {
+      const forked = await send("POST", `${this.path}/fork`, body, { headers: changeHeaders(memory.revision) });
+      keep(forked.name, { title, sampling: keptOf(memory.name).sampling });
+      conversationsChanged();
+      return /** @type {string} */ (forked.name);
+    } catch (error) {
+      showStatus(changeError(error), true);
+      return null;
+    }
+  }
+
+  // Shows another conversation in this view.
+  /** @param {string} name */
+  leaveFor(name) {
+    history.pushState(null, "", `#/chat/${name}`);
+    [this.name, this.memory, this.texts] = [name, null, []];
+  }
+
+  async changeSettings() {
+    const name = this.name;
+    const begun = Boolean(this.memory?.tokens);
+    const system = this.turns.find(({ label }) => label === "system")?.parts[0];
+    const hint = begun ? (system ? "edited in memory" : "this conversation began without one") : "for the whole conversation";
+    const sampling = name === null ? this.newSampling : keptOf(name).sampling || {};
+    const current = begun ? system?.text || "" : this.newSystem;
+    const values = await askSettings(sampling, current, hint, !begun || Boolean(system), this.settings.sampling || {});
+    if (!values) return;
+    if (name === null) this.newSampling = values.sampling;
+    else keep(name, { sampling: values.sampling });
+    if (!begun) this.newSystem = values.system;
+    else if (system && values.system !== current) {
+      const body = { op: "replace", span: system.label, text: values.system };
+      const replace = (/** @type {any} */ headers) => send("POST", `${this.path}/edit`, body, { headers });
+      await this.change("edit", replace, "The system prompt was replaced in memory.");
+    }
+  }
 }

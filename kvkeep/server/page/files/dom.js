@@ -2,7 +2,11 @@
 
 import { get, hasKey } from "./api.js";
 
-// Creates an element. Attributes that begin with "on" are event listeners.
+/**
+ * Creates an element. Attributes that begin with "on" are event listeners.
+ * @param {string} tag @param {Record<string, any>} [attributes] @param {any[]} children
+ * @returns {any} an element of the type that the tag has
+ */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -23,9 +27,15 @@ export function fill(element, ...children) {
 
 const present = (children) => children.flat().filter((child) => child !== null && child !== undefined);
 
+/**
+ * Returns the element of the page that has an id.
+ * @param {string} id @returns {HTMLElement}
+ */
+export const byId = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+
 // Shows a message at the bottom of the page.
 export function showStatus(text, isError = false) {
-  const status = document.getElementById("status");
+  const status = byId("status");
   status.textContent = text;
   status.className = isError ? "error" : "";
 }
@@ -63,13 +73,16 @@ export function title(text, path, ...children) {
 }
 
 // Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
-export function promptDialog(heading, fields, action) {
+// notes: elements between the heading and the fields.
+/** @param {string} heading @param {any[]} fields @param {string} action @param {any[]} notes @returns {Promise<any>} */
+export function promptDialog(heading, fields, action, ...notes) {
   return new Promise((resolve) => {
     const inputs = fields.map(field);
     const form = h(
       "form",
       { method: "dialog" },
       h("h2", {}, heading),
+      notes,
       inputs.map(({ label }) => label),
       h(
         "div",

@@ -3,7 +3,9 @@
 import { ApiError, streamEvents } from "./api.js";
 
 const RATE_WINDOW = 10_000; // milliseconds
+/** @type {Set<(operation: any) => void>} */
 const listeners = new Set();
+/** @type {Map<string, [number, number][]>} */
 const recentTokens = new Map(); // by session: [time, tokens] of each operation
 
 // Calls a listener for each operation, or with null after a reconnection, until the signal aborts.
@@ -45,9 +47,9 @@ function dispatch(operation) {
 
 // Returns a function that calls `work` once, `wait` milliseconds after its own last call.
 export function debounce(work, wait = 150) {
-  let timer = null;
+  let timer = 0;
   return () => {
     clearTimeout(timer);
-    timer = setTimeout(work, wait);
+    timer = window.setTimeout(work, wait);
   };
 }

@@ -1,7 +1,9 @@
 // The entry point: routes URL hashes to views.
 
 import { ApiError, get, setKey } from "./api.js";
-import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { byId, fill, h, promptDialog, showStatus } from "./dom.js";
+import { chat } from "./chat.js";
+import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
 import { heads } from "./heads.js";
 import { misses } from "./misses.js";
@@ -10,8 +12,13 @@ import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 import { tree } from "./tree.js";
 
+/** @typedef {{signal: AbortSignal, edits: boolean, parts: string[], settings: any}} View */
+
+/** @type {[RegExp, (container: any, view: View) => Promise<void>][]} */
 const VIEWS = [
-  [/^#?\/?$/, sessions],
+  [/^#?\/?$/, chat],
+  [/^#\/chat\/([^/]+)$/, chat],
+  [/^#\/sessions$/, sessions],
   [/^#\/tree$/, tree],
   [/^#\/operations$/, operations],
   [/^#\/missed(?:\/(\d+))?$/, misses],
@@ -19,7 +26,7 @@ const VIEWS = [
   [/^#\/sessions\/([^/]+)$/, session],
 ];
 
-const content = document.getElementById("content");
+const content = byId("content");
 let currentView = new AbortController(); // aborted when the view is left
 let settings = { edits: false, model: "" };
 
@@ -31,6 +38,7 @@ async function showView(focus) {
   currentView = new AbortController();
   const { signal } = currentView;
   showStatus("");
+  document.body.classList.remove("menu-open");
   for (const link of document.querySelectorAll("nav a")) {
     const isCurrent = link.getAttribute("href") === (hash || "#/");
     if (isCurrent) link.setAttribute("aria-current", "page");
@@ -40,14 +48,15 @@ async function showView(focus) {
   const container = h("div");
   fill(content, container);
   try {
-    await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [] });
+    document.body.classList.toggle("chatting", view === chat);
+    await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [], settings });
   } catch (error) {
     if (signal.aborted) return;
     if (error instanceof ApiError && error.status === 401) return askForKey();
     fill(container, h("h1", {}, "Error"), h("p", {}, error.message));
   }
   if (signal.aborted) return;
-  if (focus) content.focus({ preventScroll: true });
+  if (focus && view !== chat) content.focus({ preventScroll: true });
 }
 
 async function askForKey() {
@@ -67,11 +76,17 @@ async function start() {
     showStatus(error.message, true);
   }
   const connection = h("span", { class: "state" });
-  fill(document.getElementById("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);
+  fill(byId("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);
   window.addEventListener("hashchange", () => showView(true));
+  byId("menu").addEventListener("click", () => document.body.classList.toggle("menu-open"));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") document.body.classList.remove("menu-open");
+  });
   followOperations((state) => {
     connection.textContent = state;
+    byId("gone").hidden = state === "live";
   });
+  conversations(byId("conversations"), settings.edits);
   await showView(false);
 }
 

@@ -1,8 +1,7 @@
-// One session: its strip, its text, its spans, and the chat in it.
+// One session: its strip, its text, its spans.
 
 import { get } from "./api.js";
 import { Change, selectionBar, sessionButtons } from "./actions.js";
-import { chat } from "./chat.js";
 import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { reuseText } from "./misses.js";
@@ -17,8 +16,10 @@ export async function session(container, { signal, edits, parts }) {
   const path = `/v1/sessions/${name}/memory`;
   let memory = await get(path);
   let isDrawn = false; // whether what is drawn shows `memory`
+  /** @type {number | null} */
   let stableRevision = null; // a revision in which the selected tokens still have the same numbers
   let [lastRequest, lastApplied] = [0, 0]; // numbers of requests for the memory
+  /** @type {number | null} */
   let first = null; // first token of the text that is shown; null for the end of the text
   const facts = h("p");
   const text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
@@ -64,11 +65,6 @@ export async function session(container, { signal, edits, parts }) {
     text.querySelector(`[data-at="${token}"]`)?.scrollIntoView({ block: "nearest" });
   };
   const tokenStrip = strip(name, selectToken);
-  const afterTurn = () => {
-    isDrawn = false; // the chat was not redrawn during the turn
-    return reload();
-  };
-  const chatView = chat(name, newChange, selectSpan, afterTurn, signal);
 
   async function drawText() {
     const [start, drawnMemory, drawnFirst] = [firstShown(), memory, first];
@@ -99,12 +95,12 @@ export async function session(container, { signal, edits, parts }) {
     }
     selectionControls.update();
     isDrawn = true;
-    await Promise.all([drawText(), chatView.draw(memory)]);
+    await drawText();
   }
 
   const reloadSoon = debounce(() => {
     if (view.pendingChanges) reloadSoon(); // the operation may be this page's own change
-    else if (!chatView.busy()) reload();
+    else reload();
   });
   onOperation((operation) => {
     if (operation && operation.session !== name) return;
@@ -116,14 +112,15 @@ export async function session(container, { signal, edits, parts }) {
     reloadSoon();
   }, signal);
   const memoryView = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), text, paging);
-  const buttons = edits ? h("div", { class: "actions" }, sessionButtons(newChange, () => memory)) : null;
+  const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
+  const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, () => memory) : null);
   fill(
     container,
     title(name, path, buttons),
     facts,
     tokenStrip.element,
     selectionControls.element,
-    h("div", { class: "columns" }, memoryView, chatView.element),
+    memoryView,
   );
   await draw();
   text.scrollTop = text.scrollHeight;
@@ -162,7 +159,7 @@ function overwrittenParts(memory) {
 
 function markSelected(selection) {
   for (const element of document.querySelectorAll("[data-at]")) {
-    const at = Number(element.dataset.at);
+    const at = Number(element.getAttribute("data-at"));
     element.classList.toggle("selected", at >= selection.start && at < selection.end);
   }
 }

@@ -23,6 +23,7 @@ export function strip(name, onSelect) {
   });
   slider.append(bars, spanMarks);
   const legend = h("ul", { class: "legend" });
+  /** @type {any} */
   let memory = { tokens: 0, runs: [], spans: {} };
   let at = 0;
 
@@ -67,6 +68,7 @@ export function strip(name, onSelect) {
     const spanElements = spans.map(([label, span]) => spanMark(label, span, memory.tokens));
     const checkpoints = (memory.checkpoints || []).map((end) => checkpointMark(end, memory.tokens));
     fill(spanMarks, memory.tokens ? [...spanElements, ...checkpoints] : []);
+    /** @type {[string, number][]} */
     const counts = STATUSES.map((status) => [status, countOf(memory, status)]);
     fill(legend, counts.filter(([, count]) => count).map(legendEntry));
     moveTo(Math.min(at, memory.tokens));

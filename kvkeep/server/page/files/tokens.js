@@ -40,7 +40,13 @@ export function redraw(element, ...children) {
 export class Selection {
   // onChange: called after each change.
   constructor(onChange, signal) {
-    Object.assign(this, { start: 0, end: 0, span: null, revision: null, onChange });
+    this.start = 0;
+    this.end = 0;
+    /** @type {string | null} */
+    this.span = null;
+    /** @type {number | null} */
+    this.revision = null;
+    this.onChange = onChange;
     document.addEventListener("selectionchange", () => this.takeBrowserSelection(), { signal });
   }
 
@@ -49,6 +55,7 @@ export class Selection {
   }
 
   // revision: the one that the numbers belong to. Numbers of another revision select nothing.
+  /** @param {number} start @param {number} end @param {number | null} revision @param {string | null} [span] */
   set(start, end, revision, span = null) {
     if (revision !== this.revision) [start, end] = [0, 0];
     this.start = Math.max(0, start);
@@ -82,8 +89,8 @@ export class Selection {
     const range = selected.getRangeAt(0);
     const elements = [...document.querySelectorAll("[data-at]")].filter((element) => includesText(range, element));
     if (!elements.length) return;
-    const numbers = elements.map((element) => Number(element.dataset.at));
-    const revisions = new Set(elements.map((element) => Number(element.dataset.revision)));
+    const numbers = elements.map((element) => Number(element.getAttribute("data-at")));
+    const revisions = new Set(elements.map((element) => Number(element.getAttribute("data-revision"))));
     this.set(Math.min(...numbers), Math.max(...numbers) + 1, revisions.size === 1 ? [...revisions][0] : null);
   }
 }

@@ -1,0 +1,96 @@
+// What this browser keeps of a conversation: its title and its sampling settings; and their dialog.
+
+import { h, promptDialog } from "./dom.js";
+
+/** @typedef {{temperature?: number, top_p?: number, repeat_penalty?: number, max_tokens?: number}} Sampling */
+/** @typedef {{title?: string, sampling?: Sampling}} Kept */
+
+const STORE = "kvkeep conversations";
+
+/** @returns {Record<string, Kept>} */
+function load() {
+  try {
+    return JSON.parse(localStorage.getItem(STORE) || "{}");
+  } catch {
+    return {};
+  }
+}
+
+/** @param {Record<string, Kept>} all */
+function store(all) {
+  try {
+    localStorage.setItem(STORE, JSON.stringify(all));
+  } catch {
+    // Without storage, titles and settings last as long as the page.
+  }
+}
+
+/** @param {string} name @returns {Kept} */
+export const keptOf = (name) => load()[name] || {};
+
+/** @param {string} name @param {Kept} change */
+export function keep(name, change) {
+  const all = load();
+  store({ ...all, [name]: { ...all[name], ...change } });
+}
+
+/** @param {string} name */
+export function drop(name) {
+  const { [name]: _, ...others } = load();
+  store(others);
+}
+
+/**
+ * Returns a conversation's title: the one that was given, or its session's name as words.
+ * @param {string} name
+ */
+export const titleOf = (name) => keptOf(name).title || name;
+
+/**
+ * Returns a session name that says how a conversation begins.
+ * @param {string} text @param {string} [suffix]
+ */
+export function nameFor(text, suffix = Math.random().toString(36).slice(2, 6)) {
+  const words = text
+    .normalize("NFKD")
+    .toLowerCase()
+    .replace(/[^a-z0-9]+/g, "-")
+    .replace(/^-+|-+$/g, "");
+  return `${words.slice(0, 40).replace(/-+$/, "") || "chat"}-${suffix}`;
+}
+
+/**
+ * Returns a title for a conversation that begins with a text.
+ * @param {string} text
+ */
+export function titleFor(text) {
+  const line = text.trim().split("\n", 1)[0].trim();
+  return line.length > 60 ? `${line.slice(0, 57)}...` : line;
+}
+
+/**
+ * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
+ * @param {Sampling} sampling @param {string} system @param {string} systemHint
+ * @param {boolean} systemEditable @param {Record<string, number>} defaults
+ */
+export async function askSettings(sampling, system, systemHint, systemEditable, defaults) {
+  /** @param {string} name */
+  const placeholder = (name) => (defaults[name] === undefined ? "server default" : `${defaults[name]}`);
+  const fields = [
+    { name: "system", label: `System prompt (${systemHint})`, kind: "textarea", value: system, disabled: !systemEditable },
+    number("temperature", "Temperature: 0 always takes the likeliest token", 0, 2, 0.05),
+    number("top_p", "Top-p: sample among the likeliest tokens of this probability", 0, 1, 0.01),
+    number("repeat_penalty", "Repetition penalty: above 1, fewer repetitions", 0.5, 2, 0.01),
+    number("max_tokens", "Longest answer, in tokens", 1, 100000, 1),
+  ];
+  /** @param {string} name @param {string} label @param {number} min @param {number} max @param {number} step */
+  function number(name, label, min, max, step) {
+    const value = sampling[/** @type {keyof Sampling} */ (name)] ?? "";
+    return { name, label, kind: "number", value, min: String(min), max: String(max), step: step === 1 ? "1" : "any", placeholder: placeholder(name) };
+  }
+  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, "An empty field takes the server's default."));
+  if (!values) return null;
+  const { system: text, ...numbers } = values;
+  const chosen = Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null));
+  return { system: String(text), sampling: /** @type {Sampling} */ (chosen) };
+}

@@ -1,0 +1,142 @@
+// The list of conversations at the left: search, open, rename, delete.
+
+import { ApiError, get, send } from "./api.js";
+import { drop, keep, titleOf } from "./chat_settings.js";
+import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { debounce, onOperation } from "./live.js";
+import { isUndoName, undoNamesOf } from "./undo.js";
+
+const PATH = "/v1/sessions?unnamed=true";
+const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
+
+/** @typedef {{name: string, parent: string | null, busy: boolean, named: boolean, in_memory: boolean, created: number}} Entry */
+
+/**
+ * Fills the list and keeps it current.
+ * @param {HTMLElement} container @param {boolean} edits
+ */
+export function conversations(container, edits) {
+  const search = h("input", { type: "search", id: "search", placeholder: "Search (Ctrl+K)", "aria-label": "Search conversations" });
+  const list = h("ul", { class: "conversation-list" });
+  const others = h("ul", { class: "conversation-list" });
+  const otherPart = h("details", { class: "others", hidden: true }, h("summary", {}, "Prompts of other clients"), others);
+  const hint = h("p", { class: "hint" });
+  /** @type {Entry[]} */
+  let entries = [];
+
+  const draw = () => {
+    const query = search.value.trim().toLowerCase();
+    const shown = entries.filter(({ name }) => !isUndoName(name) && `${titleOf(name)} ${name}`.toLowerCase().includes(query));
+    const named = nested(shown.filter((entry) => entry.named));
+    const unnamed = shown.filter((entry) => !entry.named);
+    const focused = document.activeElement?.getAttribute("href");
+    fill(list, named.map(([entry, depth]) => item(entry, depth, edits, reload)));
+    fill(others, unnamed.map((entry) => item(entry, 0, false, reload)));
+    otherPart.hidden = !unnamed.length;
+    hint.textContent = named.length ? "" : query ? "Nothing found." : "No conversations yet.";
+    if (focused) [...container.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
+    markCurrent();
+  };
+  const reload = async () => {
+    try {
+      const { data } = await get(PATH);
+      const unchanged = JSON.stringify(data) === JSON.stringify(entries);
+      entries = data;
+      if (!unchanged) draw();
+    } catch (error) {
+      if (!(error instanceof ApiError)) return; // the connection's state is shown elsewhere
+      showStatus(error.message, true);
+    }
+  };
+  const markCurrent = () => {
+    for (const link of container.querySelectorAll("a")) {
+      const isCurrent = link.getAttribute("href") === location.hash;
+      if (isCurrent) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+  };
+  search.addEventListener("input", draw);
+  search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    const first = list.querySelector("a");
+    if (event.key === "Enter" && first) location.hash = first.getAttribute("href") || "";
+  });
+  document.addEventListener("keydown", (event) => {
+    if ((event.ctrlKey || event.metaKey) && event.key === "k") {
+      event.preventDefault();
+      document.body.classList.add("menu-open");
+      search.focus();
+    }
+  });
+  window.addEventListener("hashchange", markCurrent);
+  document.addEventListener("conversations", () => reload().then(draw)); // a title may have changed
+  setInterval(() => document.hidden || reload(), RELOAD_EVERY);
+  onOperation(debounce(reload), new AbortController().signal);
+  fill(container, search, list, hint, otherPart);
+  draw();
+  reload();
+}
+
+export const conversationsChanged = () => document.dispatchEvent(new CustomEvent("conversations"));
+
+/**
+ * Returns entries with their depths: branches follow what they were forked from.
+ * @param {Entry[]} entries @returns {[Entry, number][]}
+ */
+export function nested(entries) {
+  const names = new Set(entries.map(({ name }) => name));
+  /** @type {Map<string, Entry[]>} */
+  const branches = new Map();
+  for (const entry of entries) {
+    const parent = entry.parent && names.has(entry.parent) && entry.parent !== entry.name ? entry.parent : "";
+    branches.set(parent, [...(branches.get(parent) || []), entry]);
+  }
+  /** @type {[Entry, number][]} */
+  const result = [];
+  const placed = new Set();
+  /** @param {Entry} entry @param {number} depth */
+  const place = (entry, depth) => {
+    if (placed.has(entry.name)) return;
+    placed.add(entry.name);
+    result.push([entry, depth]);
+    for (const branch of branches.get(entry.name) || []) place(branch, depth + 1);
+  };
+  for (const entry of branches.get("") || []) place(entry, 0);
+  for (const entry of entries) place(entry, 0); // of parents in a circle
+  return result;
+}
+
+/** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => void} reload */
+function item(entry, depth, edits, reload) {
+  const { name } = entry;
+  const state = entry.busy ? h("small", {}, " working") : null;
+  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, titleOf(name), state);
+  const rename = async () => {
+    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: titleOf(name), required: true }], "Rename");
+    if (!values) return;
+    keep(name, { title: String(values.title) });
+    conversationsChanged();
+  };
+  const remove = async () => {
+    if (!(await promptDialog(`Delete "${titleOf(name)}"?`, [], "Delete", h("p", {}, "Its text, its memory and its undo are removed. Its branches stay.")))) return;
+    await deleteConversation(name);
+    reload();
+  };
+  /** @param {string} label @param {() => void} run */
+  const button = (label, run) => h("button", { class: "small", "aria-label": `${label} ${titleOf(name)}`, onclick: run }, label);
+  const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", rename), button("Delete", remove)) : null;
+  const indent = { paddingLeft: `${Math.min(depth, 4) * 14}px` };
+  return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
+}
+
+/** @param {string} name */
+async function deleteConversation(name) {
+  try {
+    for (const undo of await undoNamesOf(name)) await send("DELETE", `/v1/sessions/${undo}`);
+    await send("DELETE", `/v1/sessions/${name}`);
+    drop(name);
+    if (location.hash === `#/chat/${name}`) location.hash = "#/";
+    showStatus("Conversation deleted.");
+  } catch (error) {
+    showStatus(/** @type {Error} */ (error).message, true);
+  }
+}

@@ -1,0 +1,96 @@
+// The messages of a chat as elements.
+
+import { fill, h } from "./dom.js";
+import { copyButton, markdown } from "./markdown.js";
+import { splitAnswer, toolName } from "./message_parts.js";
+
+/** @typedef {import("./turns.js").Turn} Turn */
+/** @typedef {import("./turns.js").Part} Part */
+
+const ROLE_NAMES = { system: "System prompt", question: "You", answer: "Model", tool: "Tool", text: "Text" };
+const DRAW_EVERY = 80; // milliseconds, while an answer is generated
+
+/**
+ * Creates a turn. buttons: of one of its parts.
+ * @param {Turn} turn @param {(part: Part) => HTMLElement[]} buttons
+ */
+export function turnElement(turn, buttons) {
+  const parts = turn.parts.map((part) => partElement(part, buttons(part)));
+  return h("section", { class: "turn", "data-turn": turn.label, "aria-label": turn.label }, parts);
+}
+
+/** @param {Part} part @param {HTMLElement[]} buttons */
+function partElement({ role, text }, buttons) {
+  const bar = h("div", { class: "message-bar" }, copyButton(() => text), buttons);
+  return h("article", { class: `message ${role}`, "aria-label": ROLE_NAMES[role] }, contentOf(role, text), bar);
+}
+
+/** @param {Part["role"]} role @param {string} text */
+function contentOf(role, text) {
+  if (role === "answer") return h("div", { class: "content" }, answerElements(text, true));
+  if (role === "question") return h("div", { class: "content plain" }, text);
+  return folded(role === "tool" ? `Tool result` : ROLE_NAMES[role], text, role === "text");
+}
+
+/** @param {string} text @param {boolean} final */
+function answerElements(text, final) {
+  return splitAnswer(text).map((piece) => {
+    if (piece.kind === "text") return markdown(piece.text, final);
+    if (piece.kind === "tool") return folded(`Tool call: ${toolName(piece.text)}`, piece.text, false);
+    return folded(piece.open && !final ? "Reasoning..." : "Reasoning", piece.text, false);
+  });
+}
+
+/** @param {string} summary @param {string} text @param {boolean} open */
+const folded = (summary, text, open) =>
+  h(
+    "details",
+    { class: "folded", open },
+    h("summary", {}, summary),
+    h("div", { class: "plain", tabindex: "0", role: "region", "aria-label": summary }, text),
+  );
+
+/**
+ * Creates the turn that is being answered. push adds text; note shows progress before there is some.
+ * @param {string | null} question null to continue an answer
+ */
+export function openTurn(question) {
+  const content = h("div", { class: "content" });
+  const progress = h("p", { class: "hint", role: "status" }, "Waiting...");
+  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content);
+  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question));
+  const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
+  let [reasoning, text] = ["", ""];
+  let timer = 0;
+  const draw = () => {
+    timer = 0;
+    const thought = reasoning ? folded(text ? "Reasoning" : "Reasoning...", reasoning, false) : null;
+    const wasOpen = content.querySelector("details")?.open;
+    fill(content, thought, answerElements(text, false));
+    const details = content.querySelector("details");
+    if (details && wasOpen) details.open = true;
+    element.dispatchEvent(new CustomEvent("drawn", { bubbles: true }));
+  };
+  return {
+    element,
+    get isEmpty() {
+      return !text && !reasoning;
+    },
+    /** @param {string} message */
+    note(message) {
+      progress.textContent = message;
+    },
+    /** @param {{text?: string, reasoning?: string}} event */
+    push(event) {
+      progress.hidden = true;
+      text += event.text || "";
+      reasoning += event.reasoning || "";
+      timer ||= window.setTimeout(draw, DRAW_EVERY);
+    },
+    finish() {
+      clearTimeout(timer);
+      draw();
+      answer.removeAttribute("aria-busy");
+    },
+  };
+}

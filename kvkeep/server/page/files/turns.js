@@ -1,0 +1,171 @@
+// A session's text as turns, and what memory holds of each: values only, no elements.
+
+/** @typedef {{standing: string, start: number, count: number}} Run */
+/** @typedef {{start: number, end: number, remembered?: number}} Span */
+/**
+ * @typedef {object} Memory  A session, as /v1/sessions/NAME/memory has it.
+ * @property {string} name
+ * @property {number} revision
+ * @property {number} tokens
+ * @property {number} cells
+ * @property {number | null} max_kv_size
+ * @property {number} bytes
+ * @property {number} bytes_shared
+ * @property {string | null} parent
+ * @property {boolean} busy
+ * @property {string} policy
+ * @property {number[]} checkpoints
+ * @property {number} residual_cells
+ * @property {any} last_prompt
+ * @property {Run[]} runs
+ * @property {Record<string, Span>} spans
+ */
+/** @typedef {"system" | "question" | "answer" | "tool" | "text"} Role */
+/** @typedef {{label: string, role: Role, start: number, end: number, text: string}} Part */
+/** @typedef {{label: string, number: number, start: number, end: number, parts: Part[]}} Turn */
+/** @typedef {{standing: string, tokens: number, cells: number}} Share */
+
+// From most to least of what the model holds.
+export const STANDINGS = ["pinned", "kept", "window", "grouped", "compressed", "forgotten"];
+
+const MARKER = /<\|im_start\|>(\w+)\n?/g; // of a message in ChatML; texts of other templates stay whole
+/** @type {Record<string, Role>} */
+const ROLES = { system: "system", user: "question", assistant: "answer", tool: "tool" };
+
+/**
+ * Returns the turns of a session: by its spans, by the messages that its text says, or its whole text.
+ * @param {Memory} memory
+ * @param {string[]} texts of its tokens
+ * @returns {Turn[]}
+ */
+export function turnsOf(memory, texts) {
+  const count = Math.min(memory.tokens, texts.length);
+  if (!count) return [];
+  const named = namedTurns(memory.spans, texts);
+  const rest = named.at(-1)?.end || 0; // after the turns: of one in progress, or text that was fed
+  if (!named.length || texts.slice(rest, count).join("").trim()) named.push(...messageTurns(texts.slice(0, count), rest));
+  return named;
+}
+
+/** @param {Record<string, Span>} spans @param {string[]} texts @returns {Turn[]} */
+function namedTurns(spans, texts) {
+  const numbers = Object.keys(spans)
+    .map((label) => /^turn (\d+)$/.exec(label))
+    .flatMap((match) => (match ? [Number(match[1])] : []))
+    .sort((a, b) => a - b);
+  if (!numbers.length) return [];
+  /** @param {string} label @param {Role} role @returns {Part[]} */
+  const part = (label, role) => {
+    const span = spans[label];
+    if (!span || span.end <= span.start) return [];
+    return [{ label, role, start: span.start, end: span.end, text: joined(texts, span.start, span.end) }];
+  };
+  /** @type {Turn[]} */
+  const turns = numbers.map((number) => {
+    const label = `turn ${number}`;
+    const { start, end } = spans[label];
+    return { label, number, start, end, parts: [...part(`${label} question`, "question"), ...part(`${label} answer`, "answer")] };
+  });
+  const system = spans.system;
+  if (system && system.end > system.start) {
+    turns.unshift({ label: "system", number: 0, ...system, parts: part("system text", "system") });
+  }
+  return turns.filter(({ start, end }) => end > start);
+}
+
+// The messages that tokens `first ...` say.
+/** @param {string[]} texts @param {number} first @returns {Turn[]} */
+function messageTurns(texts, first) {
+  const whole = texts.slice(first).join("");
+  const starts = [...whole.matchAll(MARKER)];
+  if (!starts.length) return [textTurn("text", 1, first, texts.length, "text", whole)];
+  const find = tokenFinder(texts.slice(first));
+  const tokenAt = (/** @type {number} */ place) => first + find(place);
+  return starts.map((match, index) => {
+    const [from, last] = [match.index, index + 1 < starts.length ? starts[index + 1].index : whole.length];
+    const text = whole.slice(from + match[0].length, last).replace(/<\|im_end\|>\s*$/, "");
+    const [start, end] = [tokenAt(from), index + 1 < starts.length ? tokenAt(last) : texts.length];
+    return textTurn(`message ${index + 1}`, index + 1, start, end, ROLES[match[1]] || "text", text);
+  });
+}
+
+/** @param {string} label @param {number} number @param {number} start @param {number} end @param {Role} role @param {string} text @returns {Turn} */
+const textTurn = (label, number, start, end, role, text) => ({
+  label,
+  number,
+  start,
+  end,
+  parts: [{ label, role, start, end, text }],
+});
+
+// Returns a function from a place in the text to its token.
+/** @param {string[]} texts */
+function tokenFinder(texts) {
+  let length = 0;
+  const ends = texts.map((text) => (length += text.length));
+  /** @param {number} place */
+  return (place) => {
+    let [low, high] = [0, ends.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (ends[middle] > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  };
+}
+
+/** @param {string[]} texts @param {number} start @param {number} end */
+const joined = (texts, start, end) => texts.slice(start, end).join("");
+
+/**
+ * Returns how many tokens and cells of `start ... end - 1` have each standing, in the text's order.
+ * @param {Memory} memory @param {number} start @param {number} end
+ * @returns {Share[]}
+ */
+export function sharesOf(memory, start, end) {
+  const perToken = cellsPerCompressedToken(memory);
+  return memory.runs.flatMap((run) => {
+    const tokens = Math.min(end, run.start + run.count) - Math.max(start, run.start);
+    if (tokens <= 0) return [];
+    return [{ standing: run.standing, tokens, cells: tokens * cellsPerToken(run.standing, perToken) }];
+  });
+}
+
+/** @param {string} standing @param {number} compressed */
+function cellsPerToken(standing, compressed) {
+  if (standing === "forgotten") return 0;
+  return standing === "compressed" ? compressed : 1;
+}
+
+// What compressed tokens hold on average: all cells that are not those of other tokens.
+/** @param {Memory} memory */
+function cellsPerCompressedToken(memory) {
+  const compressed = countOf(memory, "compressed");
+  if (!compressed) return 0;
+  const others = memory.tokens - compressed - countOf(memory, "forgotten");
+  return Math.min(1, Math.max(0, (memory.cells - others) / compressed));
+}
+
+/** @param {Memory} memory @param {string} standing */
+export const countOf = (memory, standing) =>
+  memory.runs.filter((run) => run.standing === standing).reduce((sum, run) => sum + run.count, 0);
+
+/**
+ * Returns a turn's standing in words, such as "pinned", or "partly forgotten" if its tokens differ.
+ * @param {Share[]} shares
+ */
+export function standingText(shares) {
+  const names = [...new Set(shares.map(({ standing }) => standing))];
+  if (names.length <= 1) return names[0] || "";
+  /** @param {string} name */
+  const tokens = (name) => shares.filter(({ standing }) => standing === name).reduce((sum, share) => sum + share.tokens, 0);
+  const all = shares.reduce((sum, share) => sum + share.tokens, 0);
+  for (const name of ["forgotten", "compressed", "pinned"]) {
+    if (names.includes(name)) return tokens(name) > all * 0.9 ? name : `partly ${name}`;
+  }
+  return names.sort((a, b) => tokens(b) - tokens(a))[0];
+}
+
+/** @param {Share[]} shares */
+export const cellsOf = (shares) => shares.reduce((sum, { cells }) => sum + cells, 0);

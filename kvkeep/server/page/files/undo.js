@@ -1,0 +1,54 @@
+// Undo: before a change a fork of the session is kept, which takes its place again.
+
+import { get, send } from "./api.js";
+
+const MOST = 5; // forks of one session
+const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
+
+/** @param {string} name */
+export const isUndoName = (name) => NAME.test(name);
+
+/** @typedef {{name: string, number: number, operation: string}} Step */
+
+/**
+ * Returns the changes of a session that can be undone, the newest first.
+ * @param {string} session @returns {Promise<Step[]>}
+ */
+export async function undoSteps(session) {
+  const { data } = await get("/v1/sessions");
+  return data
+    .filter((/** @type {any} */ entry) => entry.parent === session)
+    .flatMap((/** @type {any} */ entry) => {
+      const match = NAME.exec(entry.name);
+      return match && session.startsWith(match[1]) ? [{ name: entry.name, number: Number(match[2]), operation: match[3] }] : [];
+    })
+    .sort((/** @type {Step} */ a, /** @type {Step} */ b) => b.number - a.number);
+}
+
+/** @param {string} session */
+export const undoNamesOf = async (session) => (await undoSteps(session)).map(({ name }) => name);
+
+/**
+ * Keeps a fork of a session as it is at a revision. Returns its name.
+ * @param {string} session @param {number} revision @param {string} operation a word
+ */
+export async function keepUndo(session, revision, operation) {
+  const steps = await undoSteps(session);
+  const name = `_undo.${session.slice(0, 70)}.${(steps[0]?.number || 0) + 1}.${operation}`;
+  await send("POST", `/v1/sessions/${session}/fork`, { name }, { headers: { "If-Match": `"${revision}"` } });
+  for (const { name: old } of steps.slice(MOST - 1)) await send("DELETE", `/v1/sessions/${old}`);
+  return name;
+}
+
+/** @param {string} name of a fork whose change was not done */
+export const dropUndo = (name) => send("DELETE", `/v1/sessions/${name}`);
+
+/**
+ * Puts a kept fork in its session's place. Its name stays; its revisions start again.
+ * @param {string} session @param {Step} step @param {number} revision that is shown
+ */
+export async function undo(session, step, revision) {
+  await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
+  await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
+  await send("DELETE", `/v1/sessions/${step.name}`);
+}

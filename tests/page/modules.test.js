@@ -1,0 +1,106 @@
+// Unit tests of the web UI's logic: node --test tests/page/
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+const FILES = "../../kvkeep/server/page/files";
+const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
+const { cellsOf, sharesOf, standingText, turnsOf } = await import(`${FILES}/turns.js`);
+const { nameFor, titleFor } = await import(`${FILES}/chat_settings.js`);
+const { nested } = await import(`${FILES}/conversations.js`);
+const { isUndoName } = await import(`${FILES}/undo.js`);
+
+const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, ...fields });
+const span = (start, end) => ({ start, end });
+
+test("turns are those of the spans, in order, with the system prompt first", () => {
+  const texts = [..."SsQqAaQqAa"];
+  const spans = {
+    "turn 2": span(6, 10),
+    "turn 2 question": span(6, 8),
+    "turn 2 answer": span(8, 10),
+    "turn 1": span(2, 6),
+    "turn 1 question": span(2, 4),
+    "turn 1 answer": span(4, 6),
+    system: span(0, 2),
+    "system text": span(1, 2),
+    "a part": span(0, 3),
+  };
+  const turns = turnsOf(memory({ tokens: 10, spans }), texts);
+  assert.deepEqual(turns.map(({ label }) => label), ["system", "turn 1", "turn 2"]);
+  assert.deepEqual(turns[0].parts.map(({ text }) => text), ["s"]);
+  assert.deepEqual(turns[2].parts.map(({ role, text }) => [role, text]), [["question", "Qq"], ["answer", "Aa"]]);
+});
+
+test("messages of a chat template are turns, which cover all tokens", () => {
+  const texts = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n", "Hello"];
+  const turns = turnsOf(memory({ tokens: texts.length }), texts);
+  assert.deepEqual(turns.map(({ start, end }) => [start, end]), [[0, 6], [6, 10]]);
+  assert.deepEqual(turns.map(({ parts }) => [parts[0].role, parts[0].text]), [["question", "Hi"], ["answer", "Hello"]]);
+});
+
+test("the text after the turns is a turn too: one in progress, or a text that was fed", () => {
+  const spans = { "turn 1": span(0, 2), "turn 1 question": span(0, 1), "turn 1 answer": span(1, 2) };
+  const texts = ["Q", "A", "\n", "<|im_start|>", "user", "\n", "B"];
+  const turns = turnsOf(memory({ tokens: texts.length, spans }), texts);
+  assert.deepEqual(turns.map(({ parts }) => parts.at(-1).text), ["A", "B"]);
+  assert.equal(turnsOf(memory({ tokens: 3, spans }), texts.slice(0, 3)).length, 1);
+});
+
+test("another text is one turn, and no text is none", () => {
+  assert.deepEqual(turnsOf(memory({ tokens: 2 }), ["a", "b"]).map(({ label, end }) => [label, end]), [["text", 2]]);
+  assert.deepEqual(turnsOf(memory({}), []), []);
+});
+
+test("shares count the tokens of each standing, and their cells add up to the session's", () => {
+  const runs = [
+    { standing: "pinned", start: 0, count: 4 },
+    { standing: "compressed", start: 4, count: 8 },
+    { standing: "forgotten", start: 12, count: 4 },
+    { standing: "window", start: 16, count: 4 },
+  ];
+  const held = memory({ tokens: 20, cells: 10, runs });
+  assert.deepEqual(sharesOf(held, 2, 6), [
+    { standing: "pinned", tokens: 2, cells: 2 },
+    { standing: "compressed", tokens: 2, cells: 0.5 },
+  ]);
+  assert.equal(cellsOf(sharesOf(held, 0, 20)), 10);
+  assert.equal(standingText(sharesOf(held, 12, 16)), "forgotten");
+  assert.equal(standingText(sharesOf(held, 0, 20)), "partly forgotten");
+  assert.equal(standingText(sharesOf(held, 0, 12)), "partly compressed");
+  assert.equal(standingText([]), "");
+});
+
+test("an answer is split into reasoning, calls and text, also while it is generated", () => {
+  const kinds = (text) => splitAnswer(text).map((piece) => [piece.kind, piece.text, piece.open]);
+  assert.deepEqual(kinds("<think>\nwhy\n</think>\nSo."), [["reasoning", "why", false], ["text", "\nSo.", false]]);
+  assert.deepEqual(kinds("<think>why"), [["reasoning", "why", true]]);
+  assert.deepEqual(kinds("a < b"), [["text", "a < b", false]]);
+  assert.deepEqual(kinds('A<tool_call>{"name": "f"}</tool_call>'), [["text", "A", false], ["tool", '{"name": "f"}', false]]);
+  assert.equal(toolName('{"name": "read_file"}'), "read_file");
+  assert.equal(toolName("?"), "tool");
+});
+
+test("a file's fence is longer than any in its text", () => {
+  assert.equal(withFiles("Q", [{ name: "a.md", text: "x ```` y\n" }]), "a.md\n`````\nx ```` y\n`````\n\nQ");
+  assert.equal(withFiles("Q", []), "Q");
+});
+
+test("a session is named by how its conversation begins, as the server allows", () => {
+  assert.equal(nameFor("What is the capital of France?", "abcd"), "what-is-the-capital-of-france-abcd");
+  for (const text of ["日本語", "", "../../x", "é".repeat(99)]) assert.match(nameFor(text), /^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$/);
+  assert.equal(titleFor("One line\nand another"), "One line");
+  assert.equal(titleFor("x".repeat(99)).length, 60);
+});
+
+test("branches follow their parents, and every entry occurs once", () => {
+  const entries = [["c", "b"], ["a", null], ["b", "a"], ["lost", "gone"], ["x", "y"], ["y", "x"]].map(([name, parent]) => ({ name, parent }));
+  const order = nested(entries).map(([{ name }, depth]) => [name, depth]);
+  assert.deepEqual(order.slice(0, 4), [["a", 0], ["b", 1], ["c", 2], ["lost", 0]]);
+  assert.deepEqual(order.map(([name]) => name).sort(), ["a", "b", "c", "lost", "x", "y"]);
+});
+
+test("forks that are kept for undo are known by their names", () => {
+  assert.ok(isUndoName("_undo.a.b-1.2.edit"));
+  assert.ok(!isUndoName("_undo"));
+});

@@ -1,0 +1,235 @@
+"""The chat of the web UI in a real browser, with the default model."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from page.conftest import open_page
+from playwright.sync_api import Browser, Locator, Page, expect
+from server.conftest import RunningServer
+
+WIDTHS = (1440, 1024, 390, 360)
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        yield created
+
+
+def box(page: Page) -> Locator:
+    return page.get_by_label("Message", exact=True)
+
+
+def turns(page: Page) -> Locator:
+    """The turns that are complete."""
+    return page.locator(".turn:not(.open)")
+
+
+def settings(page: Page, **fields: str) -> None:
+    page.get_by_role("button", name="Settings").click()
+    for name, value in fields.items():
+        page.locator(f"dialog [name={name}]").fill(value)
+    page.locator("dialog button.main").click()
+
+
+def start(page: Page, message: str = "What is the capital of France?", tokens: int = 12) -> str:
+    """Begin a conversation in the page; return its session's name."""
+    page.goto("/#/")
+    page.reload()
+    settings(page, temperature="0", max_tokens=str(tokens))
+    box(page).fill(message)
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(1)
+    return page.url.rpartition("/")[2]
+
+
+def spans(client: httpx.Client, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = client.get(f"/v1/sessions/{name}/memory").json()["spans"]
+    return result
+
+
+def texts(client: httpx.Client, name: str) -> list[str]:
+    pieces = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
+    return [piece["text"] for piece in pieces]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_view_is_a_focused_message_box(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    """Typing and Enter answer, at every width, without a dialog or scrolling."""
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        expect(box(page)).to_be_focused()
+        expect(box(page)).to_be_in_viewport(ratio=1)
+        page.keyboard.type("Say hello.")
+        page.keyboard.press("Enter")
+        expect(turns(page)).to_have_count(1)
+        expect(page.locator(".question")).to_contain_text("Say hello.")
+        expect(page.locator(".answer .markdown").first).to_be_visible()
+        expect(box(page)).to_be_focused()
+        expect(box(page)).to_be_in_viewport(ratio=1)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_conversation_has_a_system_prompt_and_settings(page: Page, client: httpx.Client) -> None:
+    settings(page, system="You are terse.", temperature="0", max_tokens="6")
+    page.keyboard.type("Count to a hundred.")
+    page.keyboard.press("Enter")
+    expect(turns(page)).to_have_count(2)  # the system prompt is one
+    name = page.url.rpartition("/")[2]
+    assert {"system text", "turn 1 answer"} <= set(spans(client, name))
+    answer = spans(client, name)["turn 1 answer"]
+    assert answer["end"] - answer["start"] <= 6
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.locator("dialog [name=max_tokens]")).to_have_value("6")
+    page.locator("dialog [name=system]").fill("You are long-winded.")
+    page.locator("dialog button.main").click()
+    expect(page.locator("#status")).to_contain_text("replaced in memory")
+    assert "You are long-winded." in "".join(texts(client, name))
+    page.get_by_role("button", name="Undo edit").click()
+    expect(page.locator("#status")).to_contain_text("Undone")
+    assert "You are terse." in "".join(texts(client, name))
+
+
+def test_an_answer_is_generated_once_more_and_undone(page: Page, client: httpx.Client) -> None:
+    name = start(page)
+    before = texts(client, name)
+    settings(page, temperature="1.5", max_tokens="12")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.get_by_role("button", name="Undo regenerate")).to_be_visible()
+    expect(turns(page)).to_have_count(1)
+    page.get_by_role("button", name="Undo regenerate").click()
+    expect(page.locator("#status")).to_contain_text("Undone")
+    expect(page.get_by_role("button", name="Undo regenerate")).to_have_count(0)
+    assert texts(client, name) == before
+    left = [entry["name"] for entry in client.get("/v1/sessions").json()["data"]]
+    assert not [other for other in left if other.startswith("_undo")]
+
+
+def test_an_earlier_message_is_asked_otherwise_in_a_branch(
+    page: Page, client: httpx.Client
+) -> None:
+    name = start(page)
+    box(page).fill("And of Italy?")
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(2)
+    before = texts(client, name)
+    page.get_by_role("button", name="Edit").last.click()
+    page.locator("dialog [name=text]").fill("And of Spain?")
+    page.locator("dialog button.main").click()
+    expect(page.locator(".question").last).to_contain_text("And of Spain?")
+    expect(turns(page)).to_have_count(2)
+    branch = page.url.rpartition("/")[2]
+    assert branch != name
+    assert texts(client, name) == before
+    assert "".join(texts(client, branch)).count("And of Italy?") == 0
+    page.go_back()
+    expect(page.locator(".question").last).to_contain_text("And of Italy?")
+
+
+def test_an_answer_is_stopped_and_the_chat_goes_on(page: Page, client: httpx.Client) -> None:
+    page.goto("/#/")
+    box(page).fill("Write a long story about a ship.")
+    box(page).press("Enter")
+    expect(page.locator(".open .markdown").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(turns(page)).to_have_count(1)
+    name = page.url.rpartition("/")[2]
+    assert not client.get(f"/v1/sessions/{name}").json()["busy"]
+    settings(page, max_tokens="4")
+    box(page).fill("Stop.")
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(2)
+
+
+def test_conversations_are_searched_renamed_and_deleted(page: Page, client: httpx.Client) -> None:
+    name = start(page, "Name a river in Peru.")
+    side = page.locator("#conversations")
+    item = side.locator("li", has=page.locator(f'[data-name="{name}"]'))
+    expect(item).to_contain_text("Name a river in Peru.")
+    item.hover()
+    item.get_by_role("button", name="Rename").click()
+    page.locator("dialog [name=title]").fill("Rivers")
+    page.locator("dialog button.main").click()
+    expect(item).to_contain_text("Rivers")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("no such thing")
+    expect(item).to_have_count(0)
+    expect(side).to_contain_text("Nothing found.")
+    page.get_by_label("Search conversations").fill("rivers")
+    page.keyboard.press("Enter")
+    expect(item.get_by_role("link")).to_have_attribute("aria-current", "page")
+    item.hover()
+    item.get_by_role("button", name="Delete").click()
+    page.locator("dialog button.main").click()
+    expect(item).to_have_count(0)
+    expect(box(page)).to_be_focused()
+    assert client.get(f"/v1/sessions/{name}").status_code == 404
+
+
+def test_text_files_are_attached(page: Page, client: httpx.Client) -> None:
+    settings(page, temperature="0", max_tokens="4")
+    files = [
+        {
+            "name": "notes.md",
+            "mimeType": "text/markdown",
+            "buffer": b"The password is ```swordfish```.",
+        },
+        {"name": "data.bin", "mimeType": "application/octet-stream", "buffer": b"\x00\x01"},
+    ]
+    page.get_by_label("Files to attach").set_input_files(files)  # type: ignore[arg-type]
+    expect(page.locator("#status")).to_contain_text("data.bin is not a text file")
+    expect(page.locator(".chips li")).to_have_count(1)
+    box(page).fill("What is the password?")
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(1)
+    text = "".join(texts(client, page.url.rpartition("/")[2]))
+    assert "notes.md\n````\nThe password is ```swordfish```.\n````\n\nWhat is the password?" in text
+
+
+def test_answers_are_markdown_without_scripts(page: Page, client: httpx.Client) -> None:
+    """Other clients' sessions too, with reasoning and tool calls folded."""
+    answer = (
+        "<think>Two plus two.</think>It is **four**.\n\n```python\nprint(2 + 2)\n```\n"
+        "<img src=x onerror=alert(1)><script>alert(2)</script>[a](javascript:alert(3))"
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    )
+    prompt = f"<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    body = {"text": prompt, "special": True}
+    client.post("/v1/sessions", json={"name": "an-agent"}).raise_for_status()
+    client.post("/v1/sessions/an-agent/feed", json=body).raise_for_status()
+    page.goto("/#/chat/an-agent")
+    shown = page.locator(".answer")
+    expect(shown.locator("strong")).to_have_text("four")
+    expect(shown.locator("pre code .hljs-built_in")).to_have_text("print")
+    expect(shown.locator("summary")).to_have_text(["Reasoning", "Tool call: add"])
+    expect(shown.locator("img, script, [onerror]")).to_have_count(0)
+    assert page.locator(".answer a[href^=javascript]").count() == 0
+
+
+def test_an_agents_session_is_watched_while_it_runs(
+    page: Page, client: httpx.Client, server: RunningServer
+) -> None:
+    body = {"content": "Count.", "max_tokens": 1500, "stream": True, "temperature": 2}
+    client.post("/v1/sessions", json={"name": "watched"}).raise_for_status()
+    bias = {"logit_bias": {str(server.service.model.end_token_ids[0]): -100}}
+    with client.stream("POST", "/v1/sessions/watched/turns", json=body | bias) as response:
+        lines = response.iter_lines()  # closing it disconnects
+        next(lines)
+        page.goto("/#/chat/watched")
+        expect(page.locator("main")).to_contain_text("Count.")
+        before = page.locator(".log").inner_text()
+        expect(page.locator(".log")).not_to_have_text(before)
+        expect(page.locator("#conversations")).to_contain_text(re.compile("watched.*working"))
+
+
+def test_a_server_that_is_gone_is_said(page: Page) -> None:
+    page.route("**/v1/events", lambda route: route.abort())
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("does not answer")
+    page.unroute("**/v1/events")
+    expect(page.get_by_role("alert")).to_have_count(0)
