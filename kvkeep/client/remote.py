@@ -162,6 +162,10 @@ class RemoteSession:
         settings = {"method": method, "budget": budget, "recent": recent}
         return self._post("/compress", revision, ratio=ratio, **settings)
 
+    def align(self, text: Text, revision: int | None = None, **options: Any) -> Any:
+        """Make a text, token ids, or messages the whole text; options as of `Session.align`."""
+        return self._post("/align", revision, **text_fields(text), **options)
+
     def compact(self, target: float = 0.5, revision: int | None = None, **settings: Any) -> Any:
         """Compact the session to `target` cells; settings as of `/v1/sessions/NAME/compact`."""
         return self._post("/compact", revision, target=target, **settings)

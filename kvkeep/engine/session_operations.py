@@ -1,8 +1,9 @@
 """Operations on an engine's sessions by name, and on those borrowed from a shared store."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvkeep.engine.in_place import match_prompt
@@ -150,13 +151,15 @@ class SessionOperations:
         function: Callable[[Session], T],
         revision: int | None = None,
         new_tokens: int = 0,
+        notes: Mapping[str, Any] = MappingProxyType({}),
     ) -> T:
         """Change a session by a function, and return the function's result.
 
         kind: the operation's name in the log, such as "edit". revision: that the session must have.
-        new_tokens: the most that the function adds. One that takes long passes `engine.yield_turn`
-        on as `progress`, so that generations in other sessions continue. Raises Busy,
-        NoSuchSession, WrongRevision, NoRoom.
+        new_tokens: the most that the function adds. notes: to add to the session's notes once it is
+        changed, as of `set_notes`. A function that takes long passes `engine.yield_turn` on as
+        `progress`, so that generations in other sessions continue. Raises Busy, NoSuchSession,
+        WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, new_tokens)
         start, length_before = time.perf_counter(), len(record.live.tokens)
@@ -165,6 +168,7 @@ class SessionOperations:
             result = function(record.live)
         finally:
             record.activity = "idle"
+        record.notes = {**record.notes, **notes}
         is_edited = kind not in _CELL_PRESERVING and record.live.core.state is not state_before
         record.mark_changed(kind if is_edited else "")
         record.lower_token_counts(length_before)

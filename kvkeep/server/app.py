@@ -36,7 +36,15 @@ from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.openai import compaction as response_compaction
 from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
-from kvkeep.server.sessions import compaction, editing, generate, lifecycle, pins, views
+from kvkeep.server.sessions import (
+    aligning,
+    compaction,
+    editing,
+    generate,
+    lifecycle,
+    pins,
+    views,
+)
 from kvkeep.server.transport import TransportMiddleware
 from kvkeep.version import __version__
 
@@ -54,7 +62,7 @@ _API_MODULES = (
         auxiliary,
     ),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, compaction, views, pins),
+    *(lifecycle, generate, editing, aligning, compaction, views, pins),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 _EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)

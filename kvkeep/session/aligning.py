@@ -1,7 +1,7 @@
 """Applying an alignment to a session: all at once, or step by step."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
@@ -65,22 +65,33 @@ def _require_room(memory: Memory, num_tokens: int) -> None:
         )
 
 
-def align(core: SessionCore, target: list[int], options: AlignmentOptions) -> AlignmentReport:
+def align(
+    core: SessionCore,
+    target: list[int],
+    options: AlignmentOptions,
+    progress: Callable[[int], None] | None = None,
+) -> AlignmentReport:
     """Make `target` the session's text: see `Session.align`."""
     started, reason = time.perf_counter(), "exact alignment was asked for"
     if options.mode == "in_place":
         plan = plan_for(core.memory, target, options)
         if plan.seams and plan.saved >= options.min_saved:
-            return _align_in_place(core, plan, started)
+            return _align_in_place(core, plan, started, progress)
         reason = f"it would save {plan.saved} tokens; expected {max(1, options.min_saved)} or more"
-    return _align_exactly(core, target, reason, started)
+    return _align_exactly(core, target, reason, started, progress)
 
 
-def _align_in_place(core: SessionCore, plan: AlignmentPlan, started: float) -> AlignmentReport:
+def _align_in_place(
+    core: SessionCore,
+    plan: AlignmentPlan,
+    started: float,
+    progress: Callable[[int], None] | None,
+) -> AlignmentReport:
     memory = core.memory.fork()
-    for _ in _steps(memory, plan, core.prefill_step):
-        pass
-    evaluate_all(memory, plan.tail.ids, core.prefill_step)
+    for count in _steps(memory, plan, core.prefill_step):
+        if progress:
+            progress(count)
+    evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
     with session_transaction([core]) as (state,):
         _replace_memory(state, memory, plan)
     counts = (plan.seams, plan.kept, plan.moved, plan.evaluated)
@@ -88,13 +99,18 @@ def _align_in_place(core: SessionCore, plan: AlignmentPlan, started: float) -> A
 
 
 def _align_exactly(
-    core: SessionCore, target: list[int], reason: str, started: float
+    core: SessionCore,
+    target: list[int],
+    reason: str,
+    started: float,
+    progress: Callable[[int], None] | None,
 ) -> AlignmentReport:
     tokens = core.memory.tokens
     kept = common_length(tokens.array(), target[:-1])
     core.state.check_first_prompt(len(target))
-    edit = (kept, len(tokens), target[kept:])
-    finish, num_evaluated = prepare_edit(core.memory, *edit, "suffix", core.prefill_step)
+    finish, num_evaluated = prepare_edit(
+        *(core.memory, kept, len(tokens), target[kept:], "suffix", core.prefill_step, progress)
+    )
     with session_transaction([core]) as (state,):
         state.memory, _ = finish(state.memory)
         state.keep_first_prompt(len(target))

@@ -1,6 +1,6 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -163,6 +163,7 @@ class Conversation:
         messages: "Sequence[Mapping[str, Any]]",
         *,
         mode: AlignmentMode = "in_place",
+        progress: Callable[[int], None] | None = None,
         **options: Any,
     ) -> "AlignmentReport":
         """Make messages the session's whole text, reusing the cells that it has of them.
@@ -171,14 +172,14 @@ class Conversation:
         between them. An answer that says what one of the session says keeps its tokens; tokens that
         differ are edited in place. If the last message is a user's, `answer` answers it.
 
-        messages: dicts with `role` and `content`, as in OpenAI's API. options: `min_saved`,
-        `reread` and `reread_share`, as of `Session.align`, whose errors this raises.
+        messages: dicts with `role` and `content`, as in OpenAI's API. progress, options:
+        `min_saved`, `reread` and `reread_share`, as of `Session.align`, whose errors this raises.
         """
         from kvkeep.session.alignment import AlignmentOptions
         from kvkeep.session.message_alignment import ChatParts, align_messages
 
         parts = ChatParts(self.session, self.codec, self.template, self.system)
-        report = align_messages(parts, messages, AlignmentOptions(mode, **options))
+        report = align_messages(parts, messages, AlignmentOptions(mode, **options), progress)
         self.system = parts.system
         self._last_turn = max(self.turns, default=0)
         return report

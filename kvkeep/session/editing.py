@@ -83,10 +83,12 @@ def prepare_edit(
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[EditCompletion, int]:
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
-    The memory does not change. Also returns how many tokens the whole edit evaluates.
+    The memory does not change. Also returns how many tokens the whole edit evaluates. progress:
+    called after each step of "suffix" with the number of tokens in it.
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
@@ -106,7 +108,8 @@ def prepare_edit(
     if scope.keep is not None:
         edited_memory.change_policy(keep=scope.keep)
     for pinned, run in itertools.groupby(zip(pins, following_ids, strict=True), itemgetter(0)):
-        evaluate_all(edited_memory, [token for _, token in run], prefill_step, pinned)
+        run_ids = [token for _, token in run]
+        evaluate_all(edited_memory, run_ids, prefill_step, pinned, progress)
     edited_memory.cache.segments = merge_small_segments(edited_memory.cache.segments)
     num_evaluated = num_refilled + len(last_ids) + len(following_ids)
     return lambda successor: (edited_memory, 0), num_evaluated

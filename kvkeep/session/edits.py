@@ -1,6 +1,6 @@
 """The methods of a session that edit its text: delete, insert, replace, align and rewind."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
@@ -132,6 +132,7 @@ class SessionEdits:
         reread: int = DEFAULT_REREAD,
         reread_share: float = DEFAULT_REREAD_SHARE,
         special: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> AlignmentReport:
         """Make a prompt the session's whole text, reusing the cells that it has of it.
 
@@ -145,6 +146,7 @@ class SessionEdits:
         reread_share: the share of the prompt that may be evaluated by that, new tokens included,
             unless `reread` alone is more. Many edits share it by their sizes. 1 for no limit.
         special: see `feed`.
+        progress: called after each step with the number of tokens in it.
 
         Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
         sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
@@ -154,7 +156,7 @@ class SessionEdits:
         ids = self.core.encode(prompt, special)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
-        return align(self.core, ids, options)
+        return align(self.core, ids, options, validation.progress(progress))
 
     @computes_in_worker
     def take_back(self, count: int) -> None:

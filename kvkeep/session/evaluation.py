@@ -1,6 +1,6 @@
 """Evaluating tokens into a memory, one step at a time, and re-evaluating the newest of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -114,11 +114,19 @@ def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[
 
 
 def evaluate_all(
-    memory: Memory, ids: Sequence[int], prefill_step: int, pinned: bool = False
+    memory: Memory,
+    ids: Sequence[int],
+    prefill_step: int,
+    pinned: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Evaluate token ids into a memory, and pin them if `pinned`."""
-    for _ in evaluate(memory, ids, prefill_step):
-        pass
+    """Evaluate token ids into a memory, and pin them if `pinned`.
+
+    progress: called after each step with the number of tokens in it.
+    """
+    for step in evaluate(memory, ids, prefill_step):
+        if progress:
+            progress(step.hidden.shape[0])
     if pinned:
         memory.pin(len(memory.tokens) - len(ids), len(memory.tokens))
 

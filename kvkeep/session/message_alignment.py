@@ -5,7 +5,7 @@ tokens that the session has of it, however the client wrote it. The rest is comp
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,10 @@ class ChatParts:
 
 
 def align_messages(
-    chat: ChatParts, messages: Sequence[Mapping[str, Any]], options: "AlignmentOptions"
+    chat: ChatParts,
+    messages: Sequence[Mapping[str, Any]],
+    options: "AlignmentOptions",
+    progress: Callable[[int], None] | None = None,
 ) -> "AlignmentReport":
     """Make messages the text of a conversation's session; see `Conversation.align`."""
     parsed = Chat(parse_messages([dict(message) for message in messages]))
@@ -51,6 +54,7 @@ def align_messages(
         min_saved=options.min_saved,
         reread=options.reread,
         reread_share=options.reread_share,
+        progress=progress,
     )
     systems = [message.text for message in parsed.messages if message.role == "system"]
     chat.system = systems[0] if systems else None

@@ -22,10 +22,10 @@ COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "ser
 
 @contextmanager
 def serving(
-    folder: Path, store: Path, *options: str
+    folder: Path, store: Path | str, *options: str, code: str = COMMAND[2]
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address."""
-    command = [*COMMAND, "--model", str(folder), "--port", "0", "--store", str(store), *options]
+    """The process and its address. code: what it runs."""
+    command = [*COMMAND[:2], code, "serve", "--model", str(folder), "--port", "0", "--store", str(store), *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
     )
@@ -119,6 +119,66 @@ def test_after_a_kill_the_server_reports_what_was_lost(tiny_folder: Path, tmp_pa
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE)
         assert ("'a' resumes at revision 0" in errors) is (entry["lost_revision"] == 1)
+
+
+KILLED_IN_LONG_WORK = """if True:
+    import os, signal
+    from kvkeep.cli.start import run
+    from kvkeep.engine import Engine
+    Engine.yield_turn = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    run()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["folder", "objects"])
+def test_a_kill_loses_no_acknowledged_alignment_and_leaves_none_half_done(
+    tiny_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """Killed after its first step, and after its response."""
+    store = str(tmp_path) if kind == "folder" else tmp_path.as_uri()
+    options = ("--policy", "full", "--max-kv-size", "1024", "--prefill-step", "32")
+    text = [7 + number * number % 199 for number in range(600)]
+    changed = [*text[:9], *range(50, 250), *text[20:], 5]
+    wanted, key = {"tokens": changed, "min_saved": 9}, {"Idempotency-Key": "k"}
+    greedy = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    path = "/v1/sessions/a"
+    with serving(tiny_folder, store, *options) as (process, url):
+        client = httpx.Client(base_url=url, timeout=PATIENCE)
+        client.post("/v1/sessions", json={"name": "a"})
+        client.post(f"{path}/feed", json={"tokens": text})
+        before = client.post(f"{path}/save").json()
+        client.post(f"{path}/fork", json={"name": "before"})
+        expected = client.post("/v1/sessions/before/generate", json=greedy).json()["tokens"]
+        process.kill()
+    with serving(tiny_folder, store, *options, code=KILLED_IN_LONG_WORK) as (process, url):
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}{path}/align", json=wanted, headers=key, timeout=PATIENCE)
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+    with serving(tiny_folder, store, *options) as (process, url):
+        client = httpx.Client(base_url=url, timeout=PATIENCE)
+        assert client.get(path).json()["revision"] == before["revision"]
+        client.post(f"{path}/fork", json={"name": "again"})
+        assert client.post("/v1/sessions/again/generate", json=greedy).json()["tokens"] == expected
+        aligned = client.post(f"{path}/align", json=wanted, headers=key).json()
+        assert aligned["result"]["mode"] == "in_place"
+        if kind == "folder":
+            client.post(f"{path}/save")
+        process.kill()
+    with serving(tiny_folder, store, *options) as (_, url):
+        client = httpx.Client(base_url=url, timeout=PATIENCE)
+        fields = ("revision", "tokens")
+        after = client.get(path).json()
+        assert [after[name] for name in fields] == [aligned[name] for name in fields]
+        if kind == "objects":  # the response is in the store
+            again = client.post(f"{path}/align", json=wanted, headers=key).json()
+            assert again == aligned
+            assert client.get(path).json()["revision"] == aligned["revision"]
+        client.post(f"{path}/fork", json={"name": "aligned"})
+        report = client.post("/v1/prefix/explain", json={"tokens": changed}).json()
+        assert (report["reused"], report["reason"]) == (0, "edited")
+        answer = client.post("/v1/completions", json={"prompt": changed, "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_other_hosts_need_api_keys(tiny_folder: Path, tmp_path: Path) -> None:

@@ -56,6 +56,25 @@ def test_turns_compact_a_session_at_any_server_once(servers: list[httpx.Client])
     assert first["cells"] <= 150
 
 
+def test_a_session_is_aligned_at_any_server_once(servers: list[httpx.Client]) -> None:
+    a, b = servers
+    ok(a.post("/v1/sessions", json={"name": "prompt"}), 201)
+    ok(a.post("/v1/sessions/prompt/feed", json={"text": f"Monday. {LONG}"}))
+    wanted, key = {"text": f"A Friday. {LONG}", "min_saved": 50}, {"Idempotency-Key": "k"}
+    path = "/v1/sessions/prompt/align"
+    first, again = (ok(client.post(path, json=wanted, headers=key)) for client in (b, a))
+    assert first == again
+    assert (first["result"]["mode"], first["result"]["seams"]) == ("in_place", 1)
+    for client in servers:
+        assert ok(client.get("/v1/sessions/prompt"))["revision"] == first["revision"]
+        report = ok(client.post("/v1/prefix/explain", json={"text": wanted["text"]}))
+        assert (report["reused"], report["reason"]) == (0, "edited")
+        in_place = {"text": f"My Friday. {LONG}", "alignment": {"mode": "in_place", "min_saved": 9}}
+        report = ok(client.post("/v1/prefix/explain", json=in_place))
+        assert (report["reuse"], report["session"]) == ("in_place", "prompt")
+    assert a.post(path, json=wanted, headers={"If-Match": '"1"'}).status_code == 412
+
+
 def test_a_compacted_conversation_goes_on_at_another_server(servers: list[httpx.Client]) -> None:
     a, b = servers
     items = agent_items(3)

@@ -1,16 +1,19 @@
 """Alignment in place over HTTP: chosen by request, reported in answers, never for others."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.conftest import RunningServer, serving
 
+import kvkeep
 from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.session import GREEDY
 
 IN_PLACE = {"mode": "in_place", "min_saved": 64, "reread": 8}
 FACTS = "".join(f"Fact {number}: {number} plus {number} is {2 * number}. " for number in range(24))
@@ -96,6 +99,58 @@ def test_stored_responses_and_slots_are_aligned_if_that_is_asked_for(server: Run
         fields = answer.json()["x_kvkeep"]
         assert (fields["reuse"], fields["seams"]) == ("in_place", 1)
         assert answer.json()["tokens_cached"] == fields["kept"] + fields["moved"]
+
+
+def test_a_named_session_is_aligned_once_and_serves_no_exact_request(
+    server: RunningServer, smollm2: Model
+):
+    model, first, second = smollm2, f"Day one. {FACTS}", f"Day two, in May. {FACTS} And now?"
+    ids = model.text.encode(second)
+    local = model.session(max_kv_size=2048, prefill_step=128)
+    local.feed(model.text.encode(first))
+    expected = local.align(ids, min_saved=64, reread=8)
+    with kvkeep.Client(server.url) as client, server.client() as http:
+        session = client.create("aligned")
+        revision = session.feed(first)["revision"]
+        path, wanted = "/v1/sessions/aligned/align", {"text": second, "min_saved": 64, "reread": 8}
+        key = {"Idempotency-Key": "align once", "If-Match": f'"{revision}"'}
+        result, again = (http.post(path, json=wanted, headers=key).json() for _ in range(2))
+        assert result == again
+        assert result["result"] | {"seconds": 0} == asdict(replace(expected, seconds=0))
+        assert (result["revision"], result["tokens"]) == (revision + 1, len(ids))
+        other = http.post(path, json=wanted | {"text": first}, headers=key)
+        assert other.json()["error"]["code"] == "key_reused"
+        operations = [each for each in client.operations() if each["session"] == "aligned"]
+        assert [each["what"] for each in operations] == ["align", "generate", "create"]
+        fork = session.fork("aligned-fork")
+        answer = fork.generate(max_tokens=6, temperature=0)["tokens"]
+        local_fork = local.fork()
+        list(local_fork.stream(6, GREEDY))
+        assert answer == local_fork.tokens[-6:]
+        body = {"prompt": second, "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"] == {
+            "cached_tokens": 0
+        }
+        exact = session.align(first, mode="exact")["result"]
+        assert (exact["mode"], exact["moved"]) == ("exact", 0)
+
+
+def test_messages_become_the_chat_of_a_named_session(server: RunningServer):
+    with kvkeep.Client(server.url) as client:
+        session = client.create("chat-aligned")
+        system, facts = "Today is Monday. ", FACTS
+        answer = session.say("Name a sea.", system=system + facts, max_tokens=4)["text"]
+        history = [
+            {"role": "system", "content": "Today is Friday. " + facts},
+            {"role": "user", "content": "Name a sea."},
+            {"role": "assistant", "content": answer.strip() or "-"},
+        ]
+        report = session.align(history, min_saved=100)["result"]
+        assert (report["mode"], report["seams"]) == ("in_place", 1)
+        session.say("Name a river.", max_tokens=4)
+        info = session.info()
+        assert {"system text", "turn 1 question", "turn 2 question"} <= set(info["spans"])
+        assert "Friday" in str(session.text(0, 60))
 
 
 @pytest.mark.parametrize(

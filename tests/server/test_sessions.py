@@ -188,6 +188,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/snapshot": ("POST", {"name": "of-another-revision"}),
     "/resident": ("PUT", {"resident": True}),
     "/compact": ("POST", {}),
+    "/align": ("POST", {"tokens": [5, 6, 7]}),
 }
 
 
@@ -290,6 +291,7 @@ def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) ->
             ("DELETE", f"/v1/sessions/{name}", None),
             ("POST", f"/v1/sessions/{name}/generate", {}),
             ("POST", f"/v1/sessions/{name}/fork", {}),
+            ("POST", f"/v1/sessions/{name}/align", {"text": TEXT[300:900]}),
             ("GET", f"/v1/sessions/{name}/memory", None),
             ("GET", f"/v1/sessions/{name}/events", None),
         ):
@@ -322,6 +324,13 @@ def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) ->
         ("/NAME/edit", {"op": "delete", "start": 0, "end": 10**9}),
         ("/NAME/edit", {"op": "insert", "text": "a"}),
         ("/NAME/edit", {"op": "replace", "span": "none", "text": "a"}),
+        ("/NAME/align", {}),
+        ("/NAME/align", {"text": ""}),
+        ("/NAME/align", {"text": "a", "messages": [{"role": "user", "content": "a"}]}),
+        ("/NAME/align", {"messages": [{"role": "user"}, 3]}),
+        ("/NAME/align", {"tokens": [10**6]}),
+        ("/NAME/align", {"tokens": [5] * 3000}),
+        ("/NAME/align", {"text": "a", "mode": "nearly"}),
         ("/NAME/pin", {"start": 0, "end": 10**9}),
         ("/NAME/pin", {"start": 0, "span": "a"}),
         ("/NAME/rewind", {"count": 10**9}),

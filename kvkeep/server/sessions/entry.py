@@ -1,8 +1,9 @@
 """A session as clients see it, and what the routes of one session have in common."""
 
 from asyncio import wrap_future
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Path
@@ -47,11 +48,18 @@ class SessionContext(RequestContext):
         return await wrap_future(self.engine.find(self.name, self.owner))
 
     async def change(
-        self, operation: str, function: Callable[[Session], Any], added_tokens: int = 0
+        self,
+        operation: str,
+        function: Callable[[Session], Any],
+        added_tokens: int = 0,
+        notes: Mapping[str, Any] = MappingProxyType({}),
     ) -> JSONResponse:
-        """Apply a function that adds at most `added_tokens`; return the fields and its result."""
+        """Apply a function that adds at most `added_tokens`; return the fields and its result.
+
+        notes: see `Engine.change`.
+        """
         arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
-        result = await wrap_future(self.engine.change(*arguments))
+        result = await wrap_future(self.engine.change(*arguments, notes))
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
