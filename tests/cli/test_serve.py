@@ -25,7 +25,8 @@ def serving(
     folder: Path, store: Path | str, *options: str, code: str = COMMAND[2]
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its address. code: what it runs."""
-    command = [*COMMAND[:2], code, "serve", "--model", str(folder), "--port", "0", "--store", str(store), *options]
+    command = [*COMMAND[:2], code, "serve", "--model", str(folder), "--port", "0"]
+    command += ["--store", str(store), *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
     )
