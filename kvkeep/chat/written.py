@@ -9,9 +9,10 @@ import hashlib
 import json
 import threading
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from kvkeep.chat.messages import Message, ReasoningPart
@@ -25,6 +26,8 @@ _SAME = 8  # the most answers that say the same
 _ENTRY_COST, _CALL_COST = 184, 34
 _OPENING_TOKENS = 64  # more than white space and a marker of reasoning have
 _RANDOM_ID = 9  # characters of an id that no other call has
+_MAX_NOTED = 1000  # answers in the notes of one text, the last used ones
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,8 @@ class WrittenAnswers:
         digest = _content_digest(message)
         if digest is None or not answer.ids:
             return
-        key = owner, digest
         with self._lock:
-            others = tuple(o for o in self._pop(key) if (o.ids, o.prompt) != _identity(answer))
-            self._answers[key] = (*others[1 - _SAME :], answer)
-            self.tokens += sum(stored.cost for stored in self._answers[key])
-            while self.tokens > self._max_tokens:
-                self._pop(next(iter(self._answers)))
+            self._add((owner, digest), answer)
 
     def find(
         self, owner: str, message: Message, *, restore_reasoning: bool = True
@@ -102,6 +100,56 @@ class WrittenAnswers:
         matches_any = restore_reasoning and not reasoning
         return [a for a in reversed(answers) if matches_any or a.reasoning == reasoning]
 
+    def notes_of(self, owner: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """Return notes, in JSON, of the owner's answers that a text contains; see `add_noted`."""
+        with self._lock:
+            newest_first = [
+                (digest, answer)
+                for (of, digest), answers in reversed(self._answers.items())
+                for answer in reversed(answers)
+                if of == owner
+            ]
+        beginnings = {tuple(answer.ids[:2]) for _, answer in newest_first}
+        if not beginnings:
+            return []
+        ids, places = array("i", tokens), defaultdict[tuple[int, ...], list[int]](list)
+        for start, pair in enumerate(pairwise(ids)):
+            if pair in beginnings:
+                places[pair].append(start)
+        notes = list[dict[str, Any]]()
+        for digest, answer in newest_first:
+            length = len(answer.ids)
+            for start in places.get(tuple(answer.ids[:2]), ()):
+                if ids[start : start + length] == answer.ids:
+                    notes.append(_note(digest, answer, start))
+                    break
+            if len(notes) == _MAX_NOTED:
+                break
+        return notes[::-1]
+
+    def add_noted(self, owner: str, tokens: Sequence[int], notes: Any) -> None:
+        """Remember the answers in a text by its notes, which are from `notes_of`; others are not.
+
+        For texts that come back from a file, perhaps of another process.
+        """
+        try:
+            noted = sorted((_from_note(note, tokens) for note in notes), key=lambda each: each[0])
+        except (TypeError, ValueError, LookupError):  # not from `notes_of`
+            return
+        prefix, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+        for start, digest, answer in noted:
+            prefix.update(array("i", tokens[end:start]).tobytes())
+            end = start
+            with self._lock:
+                self._add((owner, digest), replace(answer, prompt=prefix.digest()))
+
+    def _add(self, key: tuple[str, bytes], answer: WrittenAnswer) -> None:
+        others = tuple(o for o in self._pop(key) if (o.ids, o.prompt) != _identity(answer))
+        self._answers[key] = (*others[1 - _SAME :], answer)
+        self.tokens += sum(stored.cost for stored in self._answers[key])
+        while self.tokens > self._max_tokens:
+            self._pop(next(iter(self._answers)))
+
     def _pop(self, key: tuple[str, bytes]) -> tuple[WrittenAnswer, ...]:
         result = self._answers.pop(key, ())
         self.tokens -= sum(answer.cost for answer in result)
@@ -110,6 +158,34 @@ class WrittenAnswers:
 
 def _identity(answer: WrittenAnswer) -> "tuple[array[int], bytes]":
     return answer.ids, answer.prompt
+
+
+def _note(digest: bytes, answer: WrittenAnswer, start: int) -> dict[str, Any]:
+    return {
+        "says": digest.hex(),
+        "start": start,
+        "tokens": len(answer.ids),
+        "calls": list(answer.call_ids),
+        "reasoning": answer.reasoning.hex(),
+        "has_reasoning": answer.has_reasoning,
+        "starts_in_reasoning": answer.starts_in_reasoning,
+    }
+
+
+def _from_note(note: Any, tokens: Sequence[int]) -> tuple[int, bytes, WrittenAnswer]:
+    """Return an answer's start, digest, and the answer, without the digest of its prompt."""
+    start, length = int(note["start"]), int(note["tokens"])
+    if not 0 <= start < start + length <= len(tokens):
+        raise ValueError("the answer is not in the text")
+    answer = WrittenAnswer(
+        array("i", tokens[start : start + length]),
+        b"",
+        tuple(map(str, note["calls"])),
+        bytes.fromhex(note["reasoning"]),
+        bool(note["has_reasoning"]),
+        bool(note["starts_in_reasoning"]),
+    )
+    return start, bytes.fromhex(note["says"]), answer
 
 
 def written_answer(
@@ -172,4 +248,4 @@ def _canonical(value: Any) -> Any:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

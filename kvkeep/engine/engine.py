@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.cache import Bits
+from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.operations import Operation, OperationLog, Totals
@@ -202,6 +203,11 @@ class Engine(AbstractContextManager["Engine"]):
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes that it shares with other sessions. Call it in the engine's thread."""
         return self._registry.shared_bytes(record)
+
+    @property
+    def written(self) -> WrittenAnswers:
+        """The tokens of generated answers; those in a session's text are saved with it."""
+        return self._registry.written
 
     # Snapshots, in the caller's thread
 

@@ -120,7 +120,7 @@ def _load_session(
         if not path.exists() or not _has_room(registry, path.stat().st_size):
             return None
         snapshot = Snapshot.load(path)
-        session = registry.restored(snapshot)
+        session = registry.restored(snapshot, owner)
         if not _has_room(registry, max_session_bytes(session, 0)):
             return None
         record = registry.add(session, owner, named=False)

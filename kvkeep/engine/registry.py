@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
+    ENGINE_NOTES_KEY,
+    WRITTEN_NOTES_KEY,
     LabelledSnapshots,
     SessionFile,
     is_valid_owner,
@@ -48,6 +51,8 @@ class SessionRegistry:
         self._checkpoint_bytes = checkpoint_bytes
         self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
+        # Generated answers of all owners; those in a session's text are saved with it.
+        self.written = WrittenAnswers()
         self._other_bytes = 0  # reserved for what is no session
         # One thread writes all files, so that an older save never ends after a newer one.
         self.writer = ThreadPoolExecutor(1, "kvkeep-save")
@@ -258,15 +263,21 @@ class SessionRegistry:
         """Return the session, read from its file if it is on disk only. Raises StoreError."""
         if record.session is None:
             assert record.file is not None
-            record.session = self.restored(Snapshot.load(record.file.path))
+            record.session = self.restored(Snapshot.load(record.file.path), record.owner)
             record.compare_steps()
         return record.session
 
-    def restored(self, snapshot: Snapshot) -> Session:
-        """Return the session of a snapshot, with the engine's limit of checkpoints."""
+    def restored(self, snapshot: Snapshot, owner: str) -> Session:
+        """Return the session of a snapshot, with the engine's limit of checkpoints.
+
+        The answers in its text are remembered for the owner, for when clients send them back.
+        """
         session = self.model.restore(snapshot)
         if self._checkpoint_bytes is not None:
             session.checkpoint_bytes = self._checkpoint_bytes
+        engine_notes = snapshot.notes.get(ENGINE_NOTES_KEY, {})
+        if answers := engine_notes.get(WRITTEN_NOTES_KEY):
+            self.written.add_noted(owner, session.tokens, answers)
         return session
 
     def save(self, record: SessionRecord) -> None:
@@ -277,7 +288,10 @@ class SessionRegistry:
 
     def snapshot(self, record: SessionRecord) -> Snapshot:
         """Return a snapshot of the session, with the record's notes. Raises StoreError."""
-        return replace(self.load(record).snapshot(), notes=record.snapshot_notes())
+        session, notes = self.load(record), record.snapshot_notes()
+        if answers := self.written.notes_of(record.owner, session.tokens):
+            notes[ENGINE_NOTES_KEY][WRITTEN_NOTES_KEY] = answers
+        return replace(session.snapshot(), notes=notes)
 
     @property
     def shares_snapshots(self) -> bool:

@@ -15,6 +15,7 @@ from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.sessions.interface import SnapshotStore
 
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
+WRITTEN_NOTES_KEY = "answers"  # of these fields: the notes of `WrittenAnswers`
 MARKER_SUFFIX = ".unsaved"
 _OWNER_PATTERN = re.compile(r"[a-z0-9]{1,64}")
 LabelledSnapshots = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label

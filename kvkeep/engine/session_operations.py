@@ -211,7 +211,7 @@ class SessionOperations:
         """
         if not isinstance(snapshot, Snapshot):
             snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing_path(snapshot))
-        session = self._registry.restored(snapshot)
+        session = self._registry.restored(snapshot, owner)
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
@@ -252,7 +252,7 @@ class BorrowedSessions:
         Replaces a borrowed session of that name. Raises StoreError for a snapshot of another model,
         InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
-        session = self._registry.restored(snapshot)
+        session = self._registry.restored(snapshot, owner)
         if previous := self._registry.get(name, owner):
             if not previous.borrowed:
                 raise InvalidArgument(f"this server already has its own session {name!r}")

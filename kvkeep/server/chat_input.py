@@ -134,7 +134,7 @@ class ChatInput:
             tuple(call.id for call in output.calls),
         )
         if answer is not None:
-            self.context.service.written.add(self.context.owner, output.message(), answer)
+            self.context.service.engine.written.add(self.context.owner, output.message(), answer)
 
 
 async def chat_input(
@@ -152,7 +152,7 @@ async def chat_input(
     chat, rules = apply_rules(chat, context.service.prompt_rules)
     context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
-    written = context.service.written
+    written = context.engine.written
     find_written = partial(written.find, context.owner, restore_reasoning=restore_reasoning)
     # A long text would block the loop.
     prompt = await to_thread(renderer.render, chat, options, find_written)

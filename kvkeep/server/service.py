@@ -13,7 +13,6 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from kvkeep.chat.prompt_rules import DEFAULT_RULES, PromptRule
-from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -59,8 +58,6 @@ class Service:
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # Of prefixes that requests mark, in tokens, by a digest of owner and text; the newest last.
     prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    # Tokens of generated answers, for when clients send these back.
-    written: WrittenAnswers = field(default_factory=WrittenAnswers)
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 

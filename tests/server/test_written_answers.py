@@ -161,6 +161,42 @@ def test_answers_are_remembered_for_their_owner_alone(smollm2: Model, tmp_path: 
         assert len(lengths) == 2
 
 
+def test_answers_in_saved_sessions_are_remembered_after_a_restart(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """Stored responses, and pinned sessions; not by another owner."""
+    model, keys = model_with_text_of(tmp_path / "model", smollm2.text.folder), ApiKeys(("1", "2"))
+    settings = {"settings": {"max_kv_size": 2048}, "folder": tmp_path / "sessions"}
+    body = {"input": "What is the weather in Cologne?", "tools": [{"type": "function", **FUNCTION}]}
+    chat = {"tools": [TOOL], "prompt_cache_key": "k"}
+    with (
+        serving(ScriptedEngine(model, lambda prompt: CALL, **settings), keys) as server,
+        server.client("1") as client,
+    ):
+        response = client.post("/v1/responses", json=body).json()
+        answer = client.post("/v1/chat/completions", json=chat | {"messages": QUESTION}).json()
+    length = len(model.text.encode(CALL, special=True))
+    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    later = body | {"input": [result], "previous_response_id": response["id"]}
+    message = answer["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    call["function"]["arguments"] = canonical(call["function"]["arguments"])
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
+    history = [*QUESTION, message, *results]
+    with serving(ScriptedEngine(model, lambda prompt: TEXT, **settings), keys) as server:
+        with server.client("2") as client:
+            other = client.post("/v1/chat/completions", json=chat | {"messages": history}).json()
+            assert "x_kvkeep" not in other
+        with server.client("1") as client:
+            again = client.post("/v1/chat/completions", json=chat | {"messages": history}).json()
+            assert again["x_kvkeep"]["written"] == length
+            cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= answer["usage"]["total_tokens"] - 1
+            second = client.post("/v1/responses", json=later).json()
+            assert second["x_kvkeep"]["written"] == length
+
+
 def test_the_default_model_reuses_its_own_answers(smollm2: Model, tmp_path: Path) -> None:
     with running_server(smollm2, tmp_path) as server, server.client() as client:
         history, held = list[Any](QUESTION), 0

@@ -147,7 +147,7 @@ def _render(
     try:
         chat, _ = apply_rules(parse_chat(fields), service.prompt_rules)
         chat = replace(chat, messages=_as_edited(chat.messages, edited))
-        find_written = partial(service.written.find, context.owner)
+        find_written = partial(service.engine.written.find, context.owner)
         return service.model.renderer.render(chat, options, find_written).ids
     except InvalidArgument:  # such as a conversation that ends with a call
         return []
