@@ -117,6 +117,13 @@ class ServingOptions:
         default=16,
         help="Tokens that are evaluated again after each edit in place.",
     )
+    reread_share: float = option(
+        metavar="SHARE",
+        type=click.FloatRange(0, 1),
+        default=0.05,
+        help="With this share of a prompt evaluated, no more is evaluated again after edits in "
+        "place, beyond --reread tokens in all. 1 for no limit.",
+    )
     grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),
@@ -173,7 +180,8 @@ class ServingOptions:
     def alignment_options(self) -> "AlignmentOptions":
         from kvkeep.session.alignment import AlignmentOptions
 
-        return AlignmentOptions(self.alignment, self.min_saved, self.reread)
+        counts = (self.min_saved, self.reread, self.reread_share)
+        return AlignmentOptions(self.alignment, *counts)
 
     def uses_prefix_cache(self) -> bool:
         return uses_prefix_cache(self.memory, self.prefix_cache)

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,12 @@ from kvkeep.storage.files.text import read_text_file
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
 _MIN_KEY_LENGTH = 16  # characters of a key
 # The settings that may follow a key in its line, such as "KEY alignment=in_place reread=64".
-_SETTINGS = {"alignment": "mode", "min_saved": "min_saved", "reread": "reread"}
+_SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "alignment": ("mode", str),
+    "min_saved": ("min_saved", int),
+    "reread": ("reread", int),
+    "reread_share": ("reread_share", float),
+}
 _NO_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -82,10 +87,13 @@ def _read_settings(words: list[str], file: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for word in words:
         name, _, value = word.partition("=")
-        if name not in _SETTINGS or (name != "alignment" and not value.isdecimal()):
-            expected = "alignment=exact or in_place, min_saved=N or reread=N"
-            raise InvalidArgument(f"{file}: expected {expected} behind a key; found {word!r}")
-        fields[_SETTINGS[name]] = value if name == "alignment" else int(value)
+        try:
+            field, parse = _SETTINGS[name]
+            fields[field] = parse(value)
+        except (KeyError, ValueError):
+            expected = "alignment=exact or in_place, min_saved=N, reread=N or reread_share=SHARE"
+            message = f"{file}: expected {expected} behind a key; found {word!r}"
+            raise InvalidArgument(message) from None
     try:
         AlignmentOptions(**fields)
     except InvalidArgument as error:

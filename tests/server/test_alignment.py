@@ -195,12 +195,13 @@ def test_a_servers_default_holds_for_each_owner_alone(smollm2: Model, tmp_path: 
 
 def test_a_key_has_options_of_its_own(tmp_path: Path):
     file, keys = tmp_path / "keys", ("first-key-of-16-characters", "second-key-of-16-characters")
-    file.write_text(f"{keys[0]} alignment=in_place reread=64\n# a comment\n\n{keys[1]}\n")
+    settings = "alignment=in_place reread=64 reread_share=0.5"
+    file.write_text(f"{keys[0]} {settings}\n# a comment\n\n{keys[1]}\n")
     api_keys, default = ApiKeys.read(file, b"s" * 32), AlignmentOptions(min_saved=500)
     owners = [api_keys.owner(key) or "" for key in keys]
-    assert api_keys.alignment(owners[0], default) == AlignmentOptions("in_place", 500, 64)
+    assert api_keys.alignment(owners[0], default) == AlignmentOptions("in_place", 500, 64, 0.5)
     assert api_keys.alignment(owners[1], default) == default
-    for settings in ("alignment=nearly", "reread=-1", "reread", "colour=red", "min_saved=x"):
+    for settings in ("alignment=nearly", "reread=-1", "reread", "colour=red", "reread_share=nan"):
         file.write_text(f"{keys[0]} {settings}\n")
         with pytest.raises(InvalidArgument, match="keys: "):
             ApiKeys.read(file, b"s" * 32)
