@@ -27,7 +27,7 @@ _V1_OPENAI_PATHS = tuple(f"/v1{path}" for path in _OPENAI_PATHS)
 # For POST requests to these, the session id is computed from the body.
 _BODY_ID_PATHS = {
     *(*_OPENAI_PATHS, *_V1_OPENAI_PATHS, "/completion", "/v1/messages", SESSIONS_PATH),
-    *("/api/chat", "/api/generate"),
+    *("/api/chat", "/api/generate", "/v1/prefix/explain"),
 }
 _MAX_BODY_BYTES = 1 << 20  # requests with larger bodies get no header
 _MAX_INLINE_BYTES = 1 << 16  # larger bodies are parsed in a thread
@@ -67,7 +67,8 @@ def middlewares() -> list[Any]:
 def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str:
     """Return a POST request's session id: a session's name, or a hash of a prompt; "" for neither.
 
-    credentials: of the client, hashed too, so that clients with equal prompts have different ids.
+    With a `prompt_cache_key` it is a hash of that alone. credentials: of the client, hashed too, so
+    that clients with equal prompts have different ids.
     """
     try:
         request = json.loads(body)
@@ -78,7 +79,9 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
     if path == SESSIONS_PATH:
         name = request.get("name")
         return name if isinstance(name, str) and is_valid_name(name) else ""
-    prefix = _stable_prefix(request)
+    cache_key = request.get("prompt_cache_key")
+    has_key = isinstance(cache_key, str) and bool(cache_key)
+    prefix = [cache_key] if has_key else _stable_prefix(request)
     if not prefix:
         return ""
     prefix_json = json.dumps(_without_changing_parts(prefix), sort_keys=True).encode()
@@ -86,21 +89,44 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
 
 
 def _stable_prefix(request: dict[str, Any]) -> list[Any]:
-    """Return the part of a prompt that all turns of a chat share: up to the first user message."""
-    turns = request.get("messages", request.get("input", request.get("prompt")))
+    """Return the part of a prompt that all turns of a chat share: up to the first user message.
+
+    Where alignment in place is asked for, all before the text of that message may change.
+    """
+    names = ("messages", "input", "prompt", "text", "tokens")
+    turns = next((request[name] for name in names if request.get(name) is not None), None)
+    if _is_in_place(request) and (text := _first_user_text(turns)):
+        return [text]
     preamble = [request[name] for name in ("system", "instructions", "tools") if name in request]
+    is_plain = turns is not None and not {"messages", "input"} & request.keys()
     if isinstance(turns, str):
-        if "prompt" in request:
+        if is_plain:
             return [*preamble, turns[:_MAX_PREFIX_CHARACTERS]]
         return [*preamble, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
-    if "prompt" in request:  # token ids, or several prompts
+    if is_plain:  # token ids, or several prompts
         return [*preamble, *turns[:_MAX_PREFIX_TOKENS]]
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
             return [*preamble, *turns[: index + 1]]
     return [*preamble, *turns]
+
+
+def _is_in_place(request: dict[str, Any]) -> bool:
+    alignment = request.get("alignment")
+    return (alignment.get("mode") if isinstance(alignment, dict) else alignment) == "in_place"
+
+
+def _first_user_text(turns: Any) -> str:
+    """Return the last text of the first user message: clients put reminders before it."""
+    messages = turns if isinstance(turns, list) else []
+    users = (turn for turn in messages if isinstance(turn, dict) and turn.get("role") == "user")
+    content = next(users, {}).get("content", "")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = next((text for text in reversed(texts) if text), "")
+    return content if isinstance(content, str) else ""
 
 
 def _without_changing_parts(value: Any) -> Any:

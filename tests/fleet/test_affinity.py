@@ -68,6 +68,25 @@ def test_every_kind_of_prompt_is_keyed_by_its_prefix() -> None:
     )
 
 
+def test_prompts_that_are_aligned_in_place_are_keyed_by_what_does_not_change() -> None:
+    def session_id(day: str, texts: list[str], alignment: Any = None, **more: Any) -> str:
+        system = {"role": "system", "content": f"Today is {day}."}
+        parts = [{"type": "text", "text": text} for text in texts]
+        fields = {"alignment": alignment} if alignment else {}
+        return key_for(CHAT, messages=[system, user_message(parts)], **fields, **more)
+
+    first = session_id("Monday", ["a reminder", "Write a game."], "in_place", tools=[{}])
+    assert session_id("Friday", ["Write a game."], {"mode": "in_place", "reread": 3}) == first
+    assert session_id("Friday", ["Write a poem."], "in_place") != first
+    assert session_id("Monday", ["one"], "exact") != session_id("Friday", ["one"], "exact")
+    keyed = session_id("Monday", ["one"], prompt_cache_key="k")
+    assert session_id("Friday", ["two"], prompt_cache_key="k") == keyed
+    assert session_id("Friday", ["two"], prompt_cache_key="l") != keyed
+    explain, messages = "/v1/prefix/explain", [user_message("one")]
+    assert key_for(explain, messages=messages) == key_for(CHAT, messages=messages)
+    assert key_for(explain, text="one") == key_for("/v1/completions", prompt="one")
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 1}', b"\xff"])
 def test_bodies_without_a_prefix_have_no_key(body: bytes) -> None:
     assert affinity_session_id(CHAT, body) == ""
