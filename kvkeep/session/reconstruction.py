@@ -34,7 +34,7 @@ from kvkeep.session.memory import Memory
 
 STEP_TOKENS = 512  # tokens evaluated at a time: the prompt and a chunk
 OVERLAP_TOKENS = 24  # tokens of a chunk that begin the next one, too
-MAX_SAMPLE = 128  # queries that a sample has
+MAX_SAMPLE = 48  # queries that a sample has
 QUOTED_TOKENS = 8  # tokens before a chunk that the prompt quotes
 FIRST_PROMPT = "\n\nRepeat the previous context exactly.\n\n"
 LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"

@@ -1,5 +1,6 @@
-"""Clusters of the cells that a KV head evicts, and the mean cell of each cluster."""
+"""Clusters of the cells that the KV heads of a layer evict, and the mean cell of each cluster."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,86 +8,179 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells
 
-ITERATIONS = 8  # of k-means
+ITERATIONS = 4  # of k-means
+POINTS = 8  # cells per cluster that k-means looks at before it assigns all
 VALUE_WEIGHT = 0.5  # of values in distances between cells, relative to keys
 MIN_SHARE = 1e-30  # of attention, so that a cell without any still has a place in a mean
+MAX_PRODUCTS = 2**22  # of cells and clusters at a time
 
 
 @dataclass(frozen=True)
-class Clusters:
-    """Evicted cells of one KV head, and the cluster that each belongs to.
+class LayerCells:
+    """The cells of one run in one layer, and which of them are evicted.
 
-    keys, values: `[n, head_dim]` float32, keys rotated. positions: `[n]`. masses: `[n]` float32,
-    how many tokens a cell stands for. labels: `[n]`, `0 ... count - 1`; no cluster is empty.
+    keys, values: `[kv_heads, n, head_dim]` float32, keys rotated. positions: `[kv_heads, n]`.
+    bias: `[kv_heads, n]` float32; -inf where a head has fewer cells than others. evicted:
+    `[kv_heads, n]` bool.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
-    masses: Tensor
+    bias: Tensor
+    evicted: Tensor
+
+    def heads(self, heads: slice) -> "LayerCells":
+        """Return the cells of some KV heads."""
+        tensors = (self.keys, self.values, self.positions, self.bias, self.evicted)
+        return LayerCells(*(x[heads] for x in tensors))
+
+
+FIELDS = ("keys", "values", "positions", "bias", "used")  # of `MeanCells`
+
+
+@dataclass(frozen=True)
+class MeanCells:
+    """One cell for each cluster of a layer.
+
+    keys, values: `[kv_heads, count, head_dim]`, keys in the cells' data type. positions, bias:
+    `[kv_heads, count]`. used: `[kv_heads, count]` bool; the others are of clusters without cells.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    bias: Tensor
+    used: Tensor
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[MeanCells]") -> "MeanCells":
+        """Return the cells of several groups of KV heads."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in FIELDS))
+
+    @staticmethod
+    def stack(layers: "list[MeanCells]") -> tuple[Cells, Tensor]:
+        """Return the cells of all layers, `[layers, kv_heads, count, ...]`, and which are used."""
+        keys, values, positions, bias, used = (
+            torch.stack([getattr(layer, name) for layer in layers]) for name in FIELDS
+        )
+        serials = torch.full((keys.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu")
+        return Cells(keys, values.to(keys.dtype), positions, serials, bias), used
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Clusters of a layer's evicted cells, at most `count` in each KV head.
+
+    labels: `[kv_heads, n]`, `0 ... count - 1`; without a meaning for cells that stay.
+    """
+
+    cells: LayerCells
     labels: Tensor
     count: int
 
     @classmethod
-    def of(cls, cells: Cells, count: int, key_scales: Tensor) -> "Clusters":
-        """Cluster the compressed cells `[1, 1, n, ...]` of one head into at most `count` clusters.
+    def of(cls, cells: LayerCells, count: int, key_scales: Tensor) -> "Clusters":
+        """Cluster evicted cells by k-means.
 
-        key_scales: `[head_dim]`, the weight of each element of a key in distances.
+        key_scales: `[kv_heads, head_dim]`, the weight of each element of a key in distances.
         """
-        count = min(count, len(cells))
-        if not count:
-            cells = cells.part(slice(0, 0))
-        keys, values = (x[0, 0].float() for x in (cells.keys, cells.values))
-        masses = cells.to_compressed_format().bias[0, 0].exp()  # type: ignore[index]
-        labels = torch.zeros(0, dtype=torch.int64, device=keys.device)
-        if count:
-            labels = _k_means(_features(keys, values, key_scales), masses, count)
-        used, labels = torch.unique(labels, return_inverse=True)
-        return cls(keys, values, cells.positions[0, 0], masses, labels, len(used))
+        evicted = cells.evicted
+        if not count or not evicted.any():
+            return cls(cells, torch.zeros_like(evicted, dtype=torch.int64), count)
+        features = _features(cells, key_scales)
+        # The first clusters are runs of neighbours; there are no more of them than cells.
+        ranks, counts = evicted.cumsum(-1) - 1, evicted.sum(-1, keepdim=True)
+        first_labels = (ranks * counts.clamp(max=count) // counts.clamp(min=1)).clamp(min=0)
+        masses = cells.bias.exp() * evicted
+        return cls(cells, _k_means(features, masses, first_labels, count), count)
 
-    def sums(self, x: Tensor) -> Tensor:
-        """Return the sums over clusters of `[n, ...]`."""
-        return x.new_zeros(self.count, *x.shape[1:]).index_add_(0, self.labels, x)
+    def mean_cells(self, shares: Tensor, dtype: torch.dtype) -> MeanCells:
+        """Return each cluster's mean cell, with the log of its mass as bias.
 
-    def mean_cells(self, shares: Tensor, dtype: torch.dtype) -> Cells:
-        """Return one cell `[1, 1, count, ...]` for each cluster, with the log of its mass as bias.
-
-        shares: `[n]`, the weights of cells in the means of keys, values and positions.
+        shares: `[kv_heads, n]`, the weights of cells in the means of keys, values and positions.
         """
-        shares = shares.clamp(min=MIN_SHARE)
-        totals = self.sums(shares)
-        weights = (shares / totals[self.labels]).unsqueeze(-1)
-        means = (self.sums(x * weights).to(dtype) for x in (self.keys, self.values))
-        keys, values = (mean[None, None] for mean in means)
-        weights = weights[:, 0].cpu().double()
-        positions = self.positions.new_zeros(self.count, dtype=torch.float64)
-        positions.index_add_(0, self.labels.cpu(), self.positions.double() * weights)
-        serials = torch.full((self.count,), NO_TOKEN, dtype=torch.int64, device="cpu")
-        bias = self.sums(self.masses).log()[None, None]
-        return Cells(keys, values, positions.round().long()[None, None], serials, bias)
+        cells = self.cells
+        weights = shares.clamp(min=MIN_SHARE) * cells.evicted
+        totals = _totals(self.labels, weights, self.count)
+        weights = (
+            weights / totals.gather(1, self.labels).clamp(min=MIN_SHARE) if self.count else weights
+        )
+        both = torch.cat((cells.keys, cells.values), -1)
+        means = _weighted_sums(self.labels, weights, both, self.count)
+        keys, values = means.chunk(2, -1)
+        positions = weights.cpu().double() * cells.positions
+        positions = _totals(self.labels.cpu(), positions, self.count).round().long()
+        bias = _totals(self.labels, cells.bias.exp() * cells.evicted, self.count).log()
+        return MeanCells(keys.to(dtype), values, positions, bias, (totals > 0).cpu())
 
 
-def _features(keys: Tensor, values: Tensor, key_scales: Tensor) -> Tensor:
-    """Return what cells are clustered by, `[n, 2 head_dim]`: scaled keys, and centred values."""
-    keys, values = keys * key_scales, values - values.mean(0)
-    value_scale = VALUE_WEIGHT * keys.norm(dim=-1).mean() / values.norm(dim=-1).mean().clamp(1e-9)
-    return torch.cat((keys, values * value_scale), -1)
+def _totals(labels: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Return the sum of each cluster's weights, `[kv_heads, count]`."""
+    totals = weights.new_zeros(len(labels), count)
+    return totals.scatter_add_(1, labels, weights) if count else totals
 
 
-def _k_means(features: Tensor, masses: Tensor, count: int) -> Tensor:
-    """Return each row's cluster, `[n]`. The first clusters are runs of neighbours.
+def _weighted_sums(labels: Tensor, weights: Tensor, x: Tensor, count: int) -> Tensor:
+    """Return the weighted sums over clusters of `x: [kv_heads, n, width]`."""
+    kv_heads, _, width = x.shape
+    sums = x.new_zeros(kv_heads * count, width)
+    if count:
+        first_rows = torch.arange(kv_heads, dtype=torch.int64, device=x.device).unsqueeze(1) * count
+        rows = (x * weights.unsqueeze(-1)).view(-1, width)
+        sums.index_add_(0, (labels + first_rows).view(-1), rows)
+    return sums.view(kv_heads, count, width)
 
-    features: `[n, width]`. masses: `[n]`, the weights of rows in means.
+
+def _parts(products: int, n: int) -> list[slice]:
+    """Return slices of `n` cells, each with a bounded number of products in all."""
+    step = max(1, MAX_PRODUCTS // products)
+    return [slice(start, start + step) for start in range(0, n, step)]
+
+
+def _features(cells: LayerCells, key_scales: Tensor) -> Tensor:
+    """Return what cells are clustered by: scaled keys, centred values, and a one.
+
+    Returns `[kv_heads, n, 2 head_dim + 1]`.
     """
-    n = len(features)
-    labels = torch.arange(n, dtype=torch.int64, device=features.device) * count // n
-    weighted = torch.cat((features, features.new_ones(n, 1)), -1) * masses.unsqueeze(-1)
-    centres = features.new_zeros(count, features.shape[1])
-    for _ in range(ITERATIONS):
-        sums = weighted.new_zeros(count, weighted.shape[1]).index_add_(0, labels, weighted)
-        totals = sums[:, -1:]
-        centres = torch.where(totals > 0, sums[:, :-1] / totals, centres)  # empty ones stay
-        # The nearest centre c of x has the least |c|^2 - 2 x c.
-        products = torch.addmm(-centres.square().sum(-1) / 2, features, centres.T)
-        labels = products.argmax(-1)
-    return labels
+    evicted = cells.evicted.unsqueeze(-1).float()
+    shares = evicted / evicted.sum(1, keepdim=True).clamp(min=1)
+    keys, values = cells.keys * key_scales.unsqueeze(1), cells.values
+    values = values - shares.mT @ values
+    key_norm, value_norm = (
+        shares.mT @ torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (keys, values)
+    )
+    value_scale = VALUE_WEIGHT * key_norm / value_norm.clamp(min=1e-9)
+    return torch.cat((keys, values * value_scale, torch.ones_like(keys[..., :1])), -1)
+
+
+def _k_means(features: Tensor, masses: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return each cell's cluster, `[kv_heads, n]`.
+
+    features: `[kv_heads, n, width]`, the last element 1. masses: `[kv_heads, n]`, the weights of
+    cells in means, 0 for those that stay. labels: the first clusters.
+    """
+    stride = max(1, features.shape[1] // (POINTS * count))
+    some, some_masses, labels_of_some = (x[:, ::stride] for x in (features, masses, labels))
+    sums = _weighted_sums(labels, masses, features, count)
+    # The nearest centre c of x has the least |c|^2 - 2 x c. Clusters without cells are never near.
+    centres = torch.zeros_like(sums)
+    centres[..., -1] = -torch.inf
+    for iteration in range(ITERATIONS):
+        totals = sums[..., -1:]
+        means = sums[..., :-1] / totals
+        offsets = -means.square().sum(-1, keepdim=True) / 2
+        centres = torch.where(totals > 0, torch.cat((means, offsets), -1), centres)
+        if iteration == ITERATIONS - 1:
+            break
+        labels_of_some = _nearest(some, centres)
+        sums = _weighted_sums(labels_of_some, some_masses, some, count)
+    return _nearest(features, centres)
+
+
+def _nearest(features: Tensor, centres: Tensor) -> Tensor:
+    """Return the index of the centre with the largest product with each row, `[kv_heads, n]`."""
+    parts = _parts(len(features) * centres.shape[1], features.shape[1])
+    return torch.cat([(features[:, part] @ centres.mT).argmax(-1) for part in parts], -1)
