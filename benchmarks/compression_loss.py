@@ -1,20 +1,23 @@
 """Measures how compression of a session changes predictions of the text that follows.
 
-    python -m benchmarks.compression_loss --tokens 1000 --out docs/results/compression-loss.json
+    python -m benchmarks.compression_loss --out docs/results/compression-loss.json
 
 Passages of real text are prefilled; forks are compressed, and predict the tokens that follow. The
 KL divergence from the uncompressed session's predictions is the mean over the next 256 tokens, and
 perplexity is over the next 512. "window" keeps the first four tokens and the newest ones, as
-StreamingLLM does, in place of a method.
+StreamingLLM does, in place of a method. The result is written after each passage; the same command
+continues a run that was ended.
 """
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import mean
+from typing import TypeAlias
 
 import click
 import torch
@@ -25,39 +28,52 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import Calibration, Session, load_calibration, load_model
-from kvkeep.evaluate.haystack import docstrings_text, manual_text
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.haystack import TEXTS
 from kvkeep.evaluate.recall import parse_method
 from kvkeep.model import Model
 from kvkeep.session.evaluation import evaluate
 from kvkeep.storage.files.atomic import write_json
 
-HAYSTACKS: dict[str, Callable[[], str]] = {"docstrings": docstrings_text, "manual": manual_text}
 WINDOW = "window"  # instead of a method: the first four tokens and the newest
+UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
 ANCHORS = 4
 KL_TOKENS, PERPLEXITY_TOKENS = 256, 512
+
+Setting: TypeAlias = tuple[str, float]  # method and ratio
 
 
 @dataclass(frozen=True)
 class CompressionLoss:
-    """One method at one ratio, over all samples.
+    """One method at one ratio after one passage.
 
-    kl: in nats, the mean of the next tokens; kl_samples: of each sample. perplexity: of the next
-    tokens; uncompressed: the same of the uncompressed session. cells: held afterwards, the mean.
+    sample: the passage's index. cells: held afterwards. kl: in nats, the mean of the next tokens.
+    log_likelihood: of all tokens that follow.
     """
 
     haystack: str
     tokens: int
+    sample: int
     method: str
     ratio: float
-    cells: float
+    cells: int
     kl: float
-    kl_samples: tuple[float, ...]
-    perplexity: float
-    uncompressed: float
+    log_likelihood: float
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Plan:
+    """The settings of a run: seed of places and of random cells; following: tokens predicted."""
+
+    model: str
+    seed: int
+    samples: int
+    following: int
+    calibration: str | None = None
+
+
+@dataclass(frozen=True)
+class _Prefilled:
     """A prefilled passage, the tokens that follow, and its predictions of them.
 
     log_probs: `[KL_TOKENS, vocab]` float32. log_likelihood: of all that follow.
@@ -69,18 +85,14 @@ class _Sample:
     log_likelihood: float
 
 
-def samples(
-    model: Model, haystack: str, tokens: int, count: int, seed: int, following: int
-) -> Iterator[_Sample]:
-    """Prefill passages of so many tokens from random places of a text."""
-    ids = model.text.encode(HAYSTACKS[haystack]())
-    random = Random(seed)
-    for _ in range(count):
-        start = random.randrange(len(ids) - tokens - following)
-        session = model.session(policy="full")
-        session.feed(ids[start : start + tokens])
-        rest = ids[start + tokens : start + tokens + following]
-        yield _Sample(session, rest, *_predict(session.fork(), rest))
+def passages(ids: Sequence[int], tokens: int, plan: Plan) -> list[tuple[list[int], list[int]]]:
+    """Return passages of so many tokens from random places, each with the tokens that follow."""
+    random, result = Random(plan.seed), []
+    for _ in range(plan.samples):
+        start = random.randrange(len(ids) - tokens - plan.following)
+        end = start + tokens
+        result.append((list(ids[start:end]), list(ids[end : end + plan.following])))
+    return result
 
 
 @torch.inference_mode()
@@ -116,62 +128,68 @@ def _compress(
 
 def measure(
     model: Model,
-    haystack: str,
-    tokens: int,
-    settings: Sequence[tuple[str, float]],
-    count: int,
+    passage: tuple[list[int], list[int]],
+    settings: Sequence[Setting],
     seed: int,
-    following: int,
     calibration: Calibration | None = None,
-) -> list[CompressionLoss]:
-    """Measure each setting (method, ratio) on the same samples."""
-    kl: dict[tuple[str, float], list[float]] = {setting: [] for setting in settings}
-    likelihoods: dict[tuple[str, float], list[float]] = {setting: [] for setting in settings}
-    cells: dict[tuple[str, float], list[int]] = {setting: [] for setting in settings}
-    full = list[float]()
-    with bar(count * len(settings), f"{haystack}, {tokens} tokens") as advance:
-        for index, each in enumerate(samples(model, haystack, tokens, count, seed, following)):
-            full.append(each.log_likelihood)
-            for label, ratio in settings:
-                fork, key = each.session.fork(), (label, ratio)
-                _compress(fork, label, ratio, seed + index, calibration)
-                cells[key].append(fork.cache.cells)
-                log_probs, log_likelihood = _predict(fork, each.following)
-                difference = each.log_probs.exp() * (each.log_probs - log_probs)
-                kl[key].append(float(difference.sum(-1).mean()))
-                likelihoods[key].append(log_likelihood)
-                advance(1)
-    scored = count * following
-    return [
-        CompressionLoss(
-            *(haystack, tokens, label, ratio),
-            cells=rounded(mean(cells[label, ratio])),
-            kl=rounded(mean(kl[label, ratio])),
-            kl_samples=tuple(rounded(value) for value in kl[label, ratio]),
-            perplexity=round(math.exp(-sum(likelihoods[label, ratio]) / scored), 4),
-            uncompressed=round(math.exp(-sum(full) / scored), 4),
-        )
-        for label, ratio in settings
-    ]
+) -> Iterator[tuple[Setting, int, float, float]]:
+    """Yield each setting's cells, KL divergence and log-likelihood after a passage."""
+    session = model.session(policy="full")
+    session.feed(passage[0])
+    following = passage[1]
+    full = _Prefilled(session, following, *_predict(session.fork(), following))
+    for label, ratio in settings:
+        if label == UNCOMPRESSED:
+            yield (label, ratio), session.cache.cells, 0.0, full.log_likelihood
+            continue
+        fork = session.fork()
+        _compress(fork, label, ratio, seed, calibration)
+        cells = fork.cache.cells
+        log_probs, log_likelihood = _predict(fork, following)
+        difference = full.log_probs.exp() * (full.log_probs - log_probs)
+        yield (label, ratio), cells, float(difference.sum(-1).mean()), log_likelihood
 
 
-def table(results: Sequence[CompressionLoss]) -> str:
+def table(results: Sequence[CompressionLoss], following: int) -> str:
+    """Return a Markdown table of means over the passages that all methods have."""
     lines = [
-        "| Text | tokens | Method | Ratio | cells | KL | Perplexity |",
-        "|---|---:|---|---:|---:|---:|---:|",
+        "| Text | tokens | passages | Method | Ratio | cells | KL | Perplexity |",
+        "|---|---:|---:|---|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {r.haystack} | {r.tokens:,} | {r.method} | {r.ratio:g} | {r.cells:.0f} | {r.kl:.4f} | "
-        f"{r.perplexity / r.uncompressed - 1:+.2%} |"
-        for r in results
-    ]
+    groups: dict[tuple[str, int, str, float], list[CompressionLoss]] = {}
+    for row in results:
+        groups.setdefault((row.haystack, row.tokens, row.method, row.ratio), []).append(row)
+    for (haystack, tokens, method, ratio), rows in groups.items():
+        likelihood = {row.sample: row.log_likelihood for row in rows}
+        full = groups[haystack, tokens, UNCOMPRESSED, 1.0]
+        lost = mean(x.log_likelihood - likelihood[x.sample] for x in full if x.sample in likelihood)
+        perplexity = math.exp(-mean(likelihood.values()) / following)
+        change = "" if method == UNCOMPRESSED else f" ({math.expm1(lost / following):+.2%})"
+        lines.append(
+            f"| {haystack} | {tokens:,} | {len(rows)} | {method} | {ratio:g} | "
+            f"{mean(row.cells for row in rows):.0f} | {mean(row.kl for row in rows):.4f} | "
+            f"{perplexity:.2f}{change} |"
+        )
     return "\n".join(lines)
+
+
+def read_results(path: Path | None, plan: Plan) -> list[CompressionLoss]:
+    """Return the results of an earlier run. Raises InvalidArgument if its settings differ."""
+    if path is None or not path.exists():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    expected = {**dataclasses.asdict(plan), "samples": content["about"].get("samples")}
+    if content["about"] != expected:
+        raise InvalidArgument(
+            f"{path} has results of other settings, {content['about']}: write to another file"
+        )
+    return [CompressionLoss(**row) for row in content["readings"]]
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--tokens", default=1000)
-@click.option("--haystack", default="docstrings", type=click.Choice(list(HAYSTACKS)))
+@click.option("--tokens", default="1000,4000", help="Lengths of passages.")
+@click.option("--haystack", default="docstrings,manual", help=f"Of {', '.join(TEXTS)}.")
 @click.option("--methods", default=f"kvzip,kvzip-exact,random:heads,{WINDOW}")
 @click.option("--ratios", default="4,8")
 @click.option("--samples", "count", default=10)
@@ -181,7 +199,7 @@ def table(results: Sequence[CompressionLoss]) -> str:
 @out_option
 def compression_loss(
     name: str,
-    tokens: int,
+    tokens: str,
     haystack: str,
     methods: str,
     ratios: str,
@@ -193,17 +211,42 @@ def compression_loss(
 ) -> None:
     """Measure KL divergence and perplexity after compression."""
     check_outputs(out)
+    plan = Plan(name, seed, count, following, calibration.name if calibration else None)
+    results = read_results(out, plan)
     model = load_model(name)
-    settings = [
+    settings = [(UNCOMPRESSED, 1.0)]
+    settings += [
         (label, float(ratio)) for ratio in ratios.split(",") for label in methods.split(",")
     ]
     statistics = load_calibration(calibration, model) if calibration else None
-    results = measure(model, haystack, tokens, settings, count, seed, following, statistics)
-    click.echo(table(results))
-    about = {"model": name, "seed": seed, "samples": count, "following": following}
-    machine = dataclasses.asdict(describe_machine())
+    groups = [(int(n), text) for n in tokens.split(",") for text in haystack.split(",")]
+    texts = {text: model.text.encode(TEXTS[text]()) for _, text in groups}
+    done = {(row.tokens, row.haystack, row.sample, row.method, row.ratio) for row in results}
+    with bar(len(groups) * count * len(settings), "compressions", " compressions") as advance:
+        for index in range(count):
+            for length, text in groups:
+                missing = [x for x in settings if (length, text, index, *x) not in done]
+                advance(len(settings) - len(missing))
+                passage = passages(texts[text], length, plan)[index]
+                measured = measure(model, passage, missing, seed + index, statistics)
+                for setting, cells, kl, likelihood in measured if missing else ():
+                    row = CompressionLoss(
+                        *(text, length, index, *setting, cells),
+                        kl=rounded(kl),
+                        log_likelihood=round(likelihood, 3),
+                    )
+                    results.append(row)
+                    advance(1)
+                _write(out, plan, results)
+    results.sort(key=lambda row: (row.tokens, row.haystack, row.sample))
+    _write(out, plan, results)
+    click.echo(table(results, following))
+
+
+def _write(path: Path | None, plan: Plan, results: Sequence[CompressionLoss]) -> None:
     rows = [dataclasses.asdict(result) for result in results]
-    write_json(out, {"about": about, "machine": machine, "readings": rows})
+    about, machine = dataclasses.asdict(plan), dataclasses.asdict(describe_machine())
+    write_json(path, {"about": about, "machine": machine, "readings": rows})
 
 
 if __name__ == "__main__":
