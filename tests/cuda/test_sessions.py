@@ -11,12 +11,16 @@ from session_state import differences, going_on, whole_state
 from small_models import local_spec, small_model, state_specs
 
 from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
+from kvkeep.compression.calibration.calibration import load_calibration
 from kvkeep.compression.methods import METHODS
 from kvkeep.engine import Engine
+from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.calibrate import calibrate
 from kvkeep.model import Model
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.session.session import Session
+from kvkeep.storage.objects.folder import FolderObjectStore
+from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
 IDS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(300)]
 DRAWN = Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
@@ -89,6 +93,10 @@ def test_a_session_equals_one_on_a_cpu_and_goes_on_from_files_of_either(
         found = going_on(restored.fork())
         assert torch.equal(expected["logits"], found["logits"])
         assert expected["tokens"] == found["tokens"]
+    session.snapshot().save(tmp_path / "rounded", codec="int8")
+    fed_on = here.restore(Snapshot.load(tmp_path / "rounded"))
+    fed_on.feed(IDS[:2])
+    assert logits(fed_on).isfinite().all()
     moved = on_cpu.restore(Snapshot.load(tmp_path / "0"))
     there.snapshot().save(tmp_path / "there")
     arrived = here.restore(Snapshot.load(tmp_path / "there"))
@@ -155,14 +163,13 @@ def test_an_engine_answers_as_a_session_alone(placed: Placed) -> None:
 def test_compression_selects_the_same_cells_as_on_a_cpu(
     method: str, budget: str, placed: Placed
 ) -> None:
-    from kvkeep.errors import InvalidArgument
-
     results = []
+    ids = list(range(1, 121))  # each once: of equal tokens, rounding would choose
     for model in (placed(), small_model()):
         statistics = calibrate(model, [IDS[i % 250] for i in range(3 * 512)])
         session = model.session(policy="full", prefill_step=24)
         session.cache.observe()
-        session.feed(IDS[:120])
+        session.feed(ids)
         try:
             report = session.compress(
                 3.0,
@@ -184,22 +191,45 @@ def test_compression_selects_the_same_cells_as_on_a_cpu(
         restored = model.restore(session.snapshot())
         assert torch.equal(going_on(restored)["logits"], going_on(session)["logits"])
     assert results[0][:2] == results[1][:2]
-    require_close(results[0][2], results[1][2], 1e-2)
+    if method != "snapkv":  # neighbours share the highest score of them all: any may be chosen
+        require_close(results[0][2], results[1][2], 1e-2)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("spec", ["dense", "local", "delta_net"])
-def test_a_prefix_store_returns_the_same_bits(spec: str, placed: Placed, tmp_path: Path) -> None:
-    model, store = placed(SPECS[spec]), PrefixStore(tmp_path)
+def test_a_prefix_store_returns_the_same_bits(
+    spec: str, shared: bool, placed: Placed, tmp_path: Path
+) -> None:
+    model = placed(SPECS[spec])
     prompt = [IDS[i % 250] for i in range(700)]
-    sessions = []
+    results = []
     for _ in range(2):
+        store: PrefixStore | SharedPrefixCache = PrefixStore(tmp_path)
+        if shared:
+            store = SharedPrefixCache(FolderObjectStore(tmp_path), bytes(32), model.arithmetic)
         session = model.session(policy="full", store=store, prefill_step=128)
-        reused = session.feed(prompt).reused
-        sessions.append((reused, going_on(session)))
-    assert sessions[0][0] == 0
-    assert sessions[1][0] >= 512
-    assert list(sessions[0][1]["tokens"]) == list(sessions[1][1]["tokens"])
-    assert torch.equal(sessions[0][1]["logits"], sessions[1][1]["logits"])
+        report = session.feed(prompt)
+        if isinstance(store, SharedPrefixCache):
+            store.flush()
+        results.append((report.reused, going_on(session)))
+    assert results[0][0] == 0
+    assert results[1][0] >= 512
+    assert list(results[0][1]["tokens"]) == list(results[1][1]["tokens"])
+    assert torch.equal(results[0][1]["logits"], results[1][1]["logits"])
+
+
+def test_an_archive_compresses_by_a_calibration(placed: Placed, tmp_path: Path) -> None:
+    model = placed()
+    calibration = calibrate(model, [IDS[i % 250] for i in range(3 * 512)])
+    calibration.save(tmp_path / "calibration")
+    assert load_calibration(tmp_path / "calibration", model).digest == calibration.digest
+    for method in ("fitted", "kvzap"):
+        settings = {"policy": "archive", "window": 48, "method": method}
+        session = model.session(96, calibration=calibration, **settings)
+        session.feed(IDS)
+        restored = model.restore(session.snapshot(), calibration=calibration)
+        assert torch.equal(going_on(restored)["logits"], going_on(session)["logits"])
+        assert session.cache.cells <= 96
 
 
 def test_scores_embeddings_and_speculation_equal_those_of_a_cpu(placed: Placed) -> None:

@@ -154,8 +154,9 @@ def _query_distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Return the mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
     statistics = candidates.statistics
     if statistics is not None:
-        outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
-        return statistics.mean, statistics.moment - outer
+        mean, moment = (x.to(candidates.bias.device) for x in (statistics.mean, statistics.moment))
+        outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return mean, moment - outer
     samples = group_by_kv_head(newest_queries(candidates, MAX_QUERIES).vectors, candidates.shape[1])
     mean = samples.mean(2)
     centred = samples - mean.unsqueeze(2)

@@ -44,7 +44,7 @@ class Fitted(Method):
 
     def compress(self, candidates: Candidates, count: int) -> CompressionResult:
         min_cosine, statistics = self._min_cosine_of(candidates), candidates.statistics
-        metric = None if statistics is None else statistics.metric
+        metric = None if statistics is None else statistics.metric.to(candidates.bias.device)
         age_penalty = torch.zeros_like(candidates.bias)
         if candidates.ageing:
             age_penalty += AGE_PENALTY * candidates.age_doublings
@@ -60,7 +60,7 @@ class Fitted(Method):
     def _min_cosine_of(self, candidates: Candidates) -> Tensor:
         """Return the least cosine of merged keys, `[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._min_cosine is None:
-            return candidates.statistics.min_cosine.unsqueeze(-1)
+            return candidates.statistics.min_cosine.to(candidates.bias.device).unsqueeze(-1)
         return candidates.bias.new_full((*candidates.shape[:2], 1), self._min_cosine or MIN_COSINE)
 
 

@@ -218,6 +218,7 @@ class SharedPrefixCache:
     def _write(self, block: PrefixBlock, keys: Tensor, values: Tensor, overwrite: bool) -> None:
         path = self._path(block)
         if overwrite or not path.exists():
+            keys, values = keys.cpu(), values.cpu()
             document = {"start": block.start, "code": self._content_mac(block, keys, values)}
             tensors = {"tokens": block.tokens, "keys": keys, "values": values}
             write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)

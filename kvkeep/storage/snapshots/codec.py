@@ -40,7 +40,7 @@ def encode(
         dtype = str(tensor.dtype).removeprefix("torch.")
         encodings[name] = {"codec": codec, "dtype": dtype, "shape": list(tensor.shape)}
         if codec == "zstd":
-            stored[f"{name}.zstd"] = _compress(tensor)
+            stored[f"{name}.zstd"] = _compress(tensor.cpu())
         else:
             stored[f"{name}.int8"], stored[f"{name}.scale"] = _quantise(tensor)
     return stored, encodings
