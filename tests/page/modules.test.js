@@ -6,6 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { cellsOf, sharesOf, standingText, turnsOf } = await import(`${FILES}/turns.js`);
+const { answerText, compressText, forgetText, heldText, pinText } = await import(`${FILES}/memory_text.js`);
 const { nameFor, titleFor } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { isUndoName } = await import(`${FILES}/undo.js`);
@@ -103,4 +104,17 @@ test("branches follow their parents, and every entry occurs once", () => {
 test("forks that are kept for undo are known by their names", () => {
   assert.ok(isUndoName("_undo.a.b-1.2.edit"));
   assert.ok(!isUndoName("_undo"));
+});
+
+test("what a change would free or cost is said by the cells that are held", () => {
+  const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
+  const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, runs });
+  const bytes = (count) => `${count} bytes`;
+  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, partly forgotten/);
+  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(500 bytes\)/);
+  assert.match(pinText(held, { start: 5, end: 15 }), /5 cells of 100 .* 5 tokens are forgotten already/);
+  assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 750 bytes.");
+  const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
+  assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
+  assert.equal(answerText(timings, 20), "The last answer reused all 20 tokens in memory, read 3 new ones and wrote 1.");
 });

@@ -233,3 +233,96 @@ def test_a_server_that_is_gone_is_said(page: Page) -> None:
     expect(page.get_by_role("alert")).to_contain_text("does not answer")
     page.unroute("**/v1/events")
     expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def strip(page: Page) -> Locator:
+    return page.locator(".turn-bars button")
+
+
+def standings(client: httpx.Client, name: str) -> set[str]:
+    runs = client.get(f"/v1/sessions/{name}/memory").json()["runs"]
+    return {run["standing"] for run in runs}
+
+
+def test_memory_is_a_strip_of_turns_that_lights_with_the_chat(
+    page: Page, client: httpx.Client
+) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    start(page, tokens=8)
+    box(page).fill("And of Italy?")
+    box(page).press("Enter")
+    expect(strip(page)).to_have_count(3)  # the template's own beginning is one
+    expect(page.locator(".memory-panel")).to_contain_text("The last answer reused all")
+    widths = strip(page).evaluate_all("(bars) => bars.map((bar) => bar.offsetWidth)")
+    memory = client.get(f"/v1/sessions/{page.url.rpartition('/')[2]}/memory").json()
+    sizes = [memory["spans"][f"turn {n}"] for n in (1, 2)]
+    expected = [span["end"] - span["start"] for span in sizes]
+    assert widths[1] / widths[2] == pytest.approx(expected[0] / expected[1], rel=0.4)
+    strip(page).nth(1).hover()
+    expect(page.locator(".turn.lit")).to_have_attribute("data-turn", "turn 1")
+    page.locator(".turn").nth(1).hover()
+    expect(page.locator(".turn-bars .lit")).to_have_attribute("data-turn", "turn 2")
+
+
+def test_a_turn_is_pinned_forgotten_and_replaced_with_undo(
+    page: Page, client: httpx.Client
+) -> None:
+    """By keyboard alone."""
+    name = start(page, tokens=8)
+    before = texts(client, name)
+    focus_by_tab(page, ".turn-bars button[tabindex='0']")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".turn-bars .lit")).to_have_attribute("data-turn", "opening")
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    expect(strip(page).nth(1)).to_have_attribute("aria-pressed", "true")
+    panel = page.locator(".memory-panel")
+    page.get_by_role("button", name="Memory", exact=True).first.press("Enter")
+    expect(panel).to_contain_text("Takes nothing now.")
+    focus_by_tab(page, "button:text-is('Pin')")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("turn 1 is pinned")
+    assert "pinned" in standings(client, name)
+    focus_by_tab(page, "button:text-is('Replace answer')")
+    page.keyboard.press("Enter")
+    page.locator("dialog [name=text]").fill("Lyon.")
+    page.locator("dialog button.main").press("Enter")
+    expect(page.locator(".answer")).to_contain_text("Lyon.")
+    expect(panel).to_contain_text(re.compile(r"Frees \d+ cells \([\d.]+ [kM]B\)"))
+    focus_by_tab(page, "button:text-is('Forget')")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer")).to_have_count(0)
+    for operation in ("forget", "replace", "pin"):
+        page.get_by_role("button", name=f"Undo {operation}").press("Enter")
+        expect(page.locator("#status")).to_have_text(f"Undone: {operation}.")
+    assert texts(client, name) == before
+    assert "pinned" not in standings(client, name)
+    expect(page.locator(".turn")).to_have_count(1)
+
+
+def test_compression_is_shown_before_it_is_done(page: Page, client: httpx.Client) -> None:
+    name = "to-compress"
+    settings = {"name": name, "policy": "full", "max_kv_size": 2048}
+    client.post("/v1/sessions", json=settings).raise_for_status()
+    text = "The river is long. The password is swordfish. " * 30
+    client.post(f"/v1/sessions/{name}/feed", json={"text": text}).raise_for_status()
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"/#/chat/{name}")
+    panel = page.locator(".memory-panel")
+    expect(panel).to_contain_text(re.compile(r"4 to 1: \d+ cells become about \d+: frees"))
+    page.get_by_label("Ratio").press("ArrowLeft")
+    expect(panel).to_contain_text("3.5 to 1")
+    panel.get_by_role("button", name="Compress").click()
+    expect(panel.locator(".legend")).to_contain_text("compressed")
+    page.get_by_role("button", name="Undo compress").click()
+    expect(panel.locator(".legend")).not_to_contain_text("compressed")
+
+
+def focus_by_tab(page: Page, selector: str) -> None:
+    """Press Tab until an element has the focus."""
+    expected = page.locator(selector).first
+    for _ in range(400):
+        if expected.evaluate("(element) => element === document.activeElement"):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the Tab key does not reach {selector}")

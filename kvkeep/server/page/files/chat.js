@@ -7,8 +7,10 @@ import { composer } from "./composer.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, h, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
+import { memoryPanel } from "./memory_panel.js";
 import { openTurn, turnElement } from "./message.js";
 import { fetchPieces } from "./tokens.js";
+import { turnStrip } from "./turn_strip.js";
 import { turnsOf } from "./turns.js";
 import { dropUndo, keepUndo, undo, undoSteps } from "./undo.js";
 
@@ -16,7 +18,7 @@ import { dropUndo, keepUndo, undo, undoSteps } from "./undo.js";
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
 
-const WATCH_EVERY = 1000; // milliseconds, while another client generates
+const WATCH_EVERY = 1000; // milliseconds, while a model generates
 
 /**
  * Shows a conversation, or the beginning of a new one.
@@ -45,6 +47,10 @@ class ChatView {
     this.turns = [];
     /** @type {AbortController | null} */
     this.running = null;
+    /** @type {string | null} */
+    this.selected = null; // the label of a turn
+    /** @type {{timings: any, held: number} | null} */
+    this.lastAnswer = null;
     this.busy = false; // whether an answer or a change is in progress
     this.newSystem = ""; // of a conversation that has not begun
     /** @type {import("./chat_settings.js").Sampling} */
@@ -54,18 +60,24 @@ class ChatView {
     this.headerButtons = h("div", { class: "actions" });
     this.box = composer((text) => this.say(text), () => this.running?.abort(), () => this.exclusively(() => this.changeSettings()));
     const note = h("p", { class: "hint" }, "This page may only read here. Start the server with --allow-edit to chat and to edit.");
+    this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
+    this.panel = memoryPanel(edits ? { change: (...change) => this.changeMemory(...change), branch: (at) => this.exclusively(() => this.branch(at)) } : null);
+    this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
     const column = h("div", { class: "chat-column" }, this.log, edits ? this.box.element : note);
-    fill(container, h("div", { class: "chat" }, h("div", { class: "chat-header" }, this.heading, this.headerButtons), column));
+    this.frame = h("div", { class: "chat" }, h("div", { class: "chat-header" }, this.heading, this.headerButtons, this.panelButton), this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
+    fill(container, this.frame);
+    this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(/** @type {HTMLElement} */ (event.target).closest(".turn")?.getAttribute("data-turn") || null));
+    this.log.addEventListener("pointerleave", () => this.point(null));
     this.log.addEventListener("drawn", () => this.followEnd());
     signal.addEventListener("abort", () => this.running?.abort());
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
-    const reloadSoon = debounce(() => this.running || this.reload());
+    const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
       if (operation && operation.session !== this.name) return;
       if (!operation || operation.what === "delete") this.memory = null; // revisions may start again
       reloadSoon();
     }, signal);
-    const timer = setInterval(() => !this.running && this.memory?.busy && this.reload(), WATCH_EVERY);
+    const timer = setInterval(() => this.watch(), WATCH_EVERY);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
 
@@ -85,10 +97,63 @@ class ChatView {
   onKey(event) {
     const typing = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
     if (event.key === "Escape" && this.running) this.running.abort();
+    else if (event.key === "Escape" && this.panel.element.classList.contains("open")) this.togglePanel(false);
     if (event.key === "/" && !typing && this.edits) {
       event.preventDefault();
       this.box.focus();
     }
+  }
+
+  // Follows a generation: this page's own by its memory alone, as its text is streamed.
+  async watch() {
+    if (!this.running) return this.memory?.busy ? this.reload() : null;
+    if (this.name === null) return null;
+    const memory = await get(`${this.path}/memory`).catch(() => null);
+    if (!memory || !this.running || this.signal.aborted) return null;
+    const start = this.turns.at(-1)?.end || 0;
+    const newest = { label: "newest turn", number: 0, start, end: memory.tokens, parts: [] };
+    return this.drawMemory(memory, memory.tokens > start ? [...this.turns, newest] : this.turns);
+  }
+
+  /** @param {Memory} memory @param {Turn[]} turns */
+  drawMemory(memory, turns) {
+    if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
+    this.strip.draw(memory, turns, this.selected);
+    this.panel.draw(memory, turns, this.selected, this.lastAnswer);
+    this.frame.classList.add("has-memory");
+    this.point(null);
+  }
+
+  // Lights a turn in the chat and in the strip.
+  /** @param {string | null} label */
+  point(label) {
+    this.strip.light(label, this.selected);
+    for (const element of this.log.querySelectorAll(".turn")) {
+      const own = element.getAttribute("data-turn");
+      element.classList.toggle("lit", own !== null && own === label);
+      element.classList.toggle("selected", own !== null && own === this.selected);
+    }
+  }
+
+  // Selects a turn, or none if it is the one that is selected. from: where it was chosen.
+  /** @param {string} label @param {"strip" | "chat"} from */
+  select(label, from) {
+    this.selected = label === this.selected && from === "strip" ? null : label;
+    if (this.memory) this.drawMemory(this.memory, this.turns);
+    if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
+    else this.togglePanel(true);
+  }
+
+  togglePanel(open = this.panelButton.getAttribute("aria-expanded") !== "true") {
+    this.panelButton.setAttribute("aria-expanded", String(open));
+    this.panel.element.classList.toggle("open", open);
+    (open ? this.panel.element : this.panelButton).focus({ preventScroll: true });
+  }
+
+  /** @param {string} operation @param {string} path @param {any} body @param {string} message */
+  changeMemory(operation, path, body, message) {
+    const run = (/** @type {any} */ headers) => send("POST", `${this.path}/${path}`, body, { headers });
+    return this.exclusively(() => this.change(operation, run, message), this.panel.element);
   }
 
   drawWelcome() {
@@ -100,8 +165,8 @@ class ChatView {
         "div",
         { class: "welcome" },
         h("p", {}, `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`),
-        h("p", {}, "Every turn stays in the model's memory: Inspect shows what of it is held, what was compressed, and what is forgotten."),
-        h("p", {}, "Any message can be asked otherwise in a branch, and an answer once more, which Undo takes back."),
+        h("p", {}, "The strip above the chat is the model's memory: each turn has a part there, as wide as what it takes, and coloured by whether it is still held."),
+        h("p", {}, "Select a turn to pin it, to make the model forget it or to replace what it said; Undo takes every change back."),
       ),
     );
   }
@@ -116,6 +181,7 @@ class ChatView {
       this.memory = memory;
       return;
     }
+    if (memory.revision !== this.appendedRevision && memory.tokens !== before?.tokens) this.lastAnswer = null;
     const first = before && memory.revision === this.appendedRevision ? Math.min(before.tokens, memory.tokens) : 0;
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
@@ -147,9 +213,10 @@ class ChatView {
     this.heading.textContent = titleOf(memory.name);
     document.title = `${titleOf(memory.name)} - kvkeep`;
     await this.drawHeader();
-    const elements = this.turns.map((turn) => turnElement(turn, (part) => this.buttonsOf(turn, part)));
+    const elements = this.turns.filter(({ parts }) => parts.length).map((turn) => turnElement(turn, (part) => this.buttonsOf(turn, part)));
     const empty = h("div", { class: "welcome" }, h("p", {}, "Nothing has been said here yet."));
     fill(this.log, elements.length ? elements : empty);
+    this.drawMemory(memory, this.turns);
     if (atEnd) this.followEnd(true);
   }
 
@@ -163,17 +230,18 @@ class ChatView {
 
   /**
    * Runs one change or answer at a time; another one is not begun.
-   * @param {() => Promise<any>} run
+   * @param {() => Promise<any>} run @param {{focus: (options?: FocusOptions) => void}} [next] that has the focus afterwards
    */
-  async exclusively(run) {
+  async exclusively(run, next = this.box) {
     if (this.busy) return showStatus("Wait until the answer is complete, or stop it.");
     this.setBusy(true);
+    showStatus("");
     try {
       await run();
     } finally {
       this.setBusy(false); // only now: the next turn is for the revision that is shown
     }
-    if (!this.signal.aborted) this.box.focus();
+    if (!this.signal.aborted) next.focus({ preventScroll: true });
   }
 
   /** @param {boolean} busy */
@@ -195,16 +263,19 @@ class ChatView {
 
   /** @param {Turn} turn @param {Part} part @returns {HTMLElement[]} */
   buttonsOf(turn, part) {
-    if (!this.edits) return [];
+    if (!this.edits) return part === turn.parts.at(-1) ? [h("button", { class: "small", onclick: () => this.select(turn.label, "chat") }, "Memory")] : [];
     const isLast = turn === this.turns.at(-1);
     /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
     const button = (label, run, hint) => h("button", { class: "small", onclick: () => this.exclusively(run), title: hint }, label);
     const isTurn = turn.label.startsWith("turn ");
+    const memoryButton = h("button", { class: "small", onclick: () => this.select(turn.label, "chat") }, "Memory");
+    if (part === turn.parts[0] && turn.parts.length === 1 && part.role !== "answer") return [memoryButton];
     if (part.role === "question" && isTurn) return [button("Edit", () => this.editQuestion(turn, part), "Ask otherwise, in a branch")];
     if (part.role !== "answer") return [];
     return [
       isTurn && isLast ? button("Regenerate", () => this.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
       button("Branch from here", () => this.branch(turn.end)),
+      memoryButton,
     ].flatMap((element) => (element ? [element] : []));
   }
 
@@ -253,8 +324,9 @@ class ChatView {
   // Streams an answer into a turn that is shown. onNothing: called if nothing of it was kept.
   /** @param {string} action @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
   async stream(action, body, turn, onNothing) {
-    const revision = /** @type {Memory} */ (this.memory).revision;
+    const { revision, tokens: held } = /** @type {Memory} */ (this.memory);
     this.running = new AbortController();
+    this.box.setStoppable(true);
     /** @type {Error | null} */
     let failure = null;
     try {
@@ -263,12 +335,16 @@ class ChatView {
         if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
         else if (kind === "token") turn.push(event);
         else if (kind === "error") throw new Error(event.error.message);
-        else if (kind === "done" && event.revision === revision + 1) this.appendedRevision = event.revision;
+        else if (kind === "done") {
+          this.lastAnswer = { timings: event.timings, held };
+          if (event.revision === revision + 1) this.appendedRevision = event.revision;
+        }
       }
     } catch (error) {
       if (/** @type {Error} */ (error).name !== "AbortError") failure = /** @type {Error} */ (error);
     }
     turn.finish();
+    this.box.setStoppable(false);
     if (turn.isEmpty) onNothing();
     this.running = null;
     if (this.signal.aborted) return;
@@ -375,7 +451,7 @@ class ChatView {
   /** @param {string} name */
   leaveFor(name) {
     history.pushState(null, "", `#/chat/${name}`);
-    [this.name, this.memory, this.texts] = [name, null, []];
+    [this.name, this.memory, this.texts, this.turns, this.lastAnswer] = [name, null, [], [], null];
   }
 
   async changeSettings() {

@@ -12,7 +12,7 @@ const MAX_FILE_BYTES = 2_000_000;
 export function composer(onSend, onStop, onSettings) {
   /** @type {{name: string, text: string}[]} */
   let files = [];
-  const input = h("textarea", { id: "words", rows: "1", placeholder: "Message (Enter sends, Shift+Enter starts a line)" });
+  const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message", title: "Enter sends, Shift+Enter starts a line" });
   const picker = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Files to attach" });
   const chips = h("ul", { class: "chips", hidden: true, "aria-label": "Attached files" });
   const sendButton = h("button", { class: "main" }, "Send");
@@ -97,6 +97,9 @@ export function composer(onSend, onStop, onSettings) {
     setBusy(value) {
       busy = value;
       sendButton.disabled = value;
+    },
+    /** @param {boolean} value whether an answer is generated */
+    setStoppable(value) {
       stopButton.hidden = !value;
     },
     /** Puts a message back that was not sent. @param {string} text */

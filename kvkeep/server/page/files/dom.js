@@ -25,7 +25,7 @@ export function fill(element, ...children) {
   element.replaceChildren(...present(children));
 }
 
-const present = (children) => children.flat().filter((child) => child !== null && child !== undefined);
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined);
 
 /**
  * Returns the element of the page that has an id.

@@ -66,9 +66,11 @@ function namedTurns(spans, texts) {
     const { start, end } = spans[label];
     return { label, number, start, end, parts: [...part(`${label} question`, "question"), ...part(`${label} answer`, "answer")] };
   });
-  const system = spans.system;
-  if (system && system.end > system.start) {
-    turns.unshift({ label: "system", number: 0, ...system, parts: part("system text", "system") });
+  // The opening is what a template writes by itself: it has no text that was said.
+  const label = spans.system ? "system" : "opening";
+  if (spans[label]) {
+    const { start, end } = spans[label];
+    turns.unshift({ label, number: 0, start, end, parts: part("system text", "system") });
   }
   return turns.filter(({ start, end }) => end > start);
 }

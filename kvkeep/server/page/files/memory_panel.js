@@ -1,0 +1,140 @@
+// The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
+
+import { get } from "./api.js";
+import { bytes, fill, h, number, promptDialog, showStatus } from "./dom.js";
+import { answerText, compressText, forgetText, heldText, pinText, replaceText } from "./memory_text.js";
+import { reuseText } from "./misses.js";
+import { legend } from "./turn_strip.js";
+import { sharesOf } from "./turns.js";
+
+/** @typedef {import("./turns.js").Memory} Memory */
+/** @typedef {import("./turns.js").Turn} Turn */
+/**
+ * @typedef {object} Actions  What the panel asks of the chat.
+ * @property {(operation: string, path: string, body: any, message: string) => void} change
+ * @property {(at: number) => void} branch
+ */
+
+/**
+ * Creates the panel. actions: null if changes are not allowed.
+ * @param {Actions | null} actions
+ */
+export function memoryPanel(actions) {
+  const budget = h("div");
+  const answer = h("div");
+  const turnPart = h("div", { class: "turn-card" });
+  const compressPart = h("div");
+  const element = h("aside", { class: "memory-panel", "aria-label": "Memory", tabindex: "0" }, h("h2", {}, "Memory"), budget, answer, turnPart, compressPart);
+  let compressedFor = ""; // the policy whose control is drawn
+  let updateCost = () => {};
+  /** @type {Memory | null} */
+  let latest = null;
+
+  return {
+    element,
+    /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected @param {any} lastAnswer */
+    draw(memory, turns, selected, lastAnswer) {
+      latest = memory;
+      fill(budget, budgetElements(memory));
+      fill(answer, h("p", {}, answerSentence(memory, lastAnswer)), isPrompt(memory) ? whyButton(memory, answer) : null);
+      const turn = turns.find(({ label }) => label === selected);
+      fill(turnPart, turn ? turnElements(memory, turn, actions) : h("p", { class: "hint" }, "Select a turn in the strip or by its Memory button to pin, forget or replace it."));
+      if (actions && compressedFor !== memory.policy) {
+        compressedFor = memory.policy;
+        const control = compressControl(() => /** @type {Memory} */ (latest), actions);
+        fill(compressPart, control.elements);
+        updateCost = control.update;
+      }
+      updateCost();
+    },
+  };
+}
+
+/** @param {Memory} memory */
+function budgetElements(memory) {
+  const most = memory.max_kv_size;
+  const full = most ? `${number(memory.cells)} of ${number(most)} cells` : `${number(memory.cells)} cells`;
+  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of them shared with branches` : "";
+  return [
+    most ? h("meter", { min: "0", max: String(most), value: String(memory.cells), "aria-label": "Cells in use" }) : null,
+    h("p", {}, `${full} hold ${number(memory.tokens)} tokens: ${bytes(memory.bytes)}${shared}.`),
+    legend(memory),
+  ];
+}
+
+// Whether a session holds prompts of requests. In a conversation of turns, each reuses all before it.
+/** @param {Memory} memory */
+const isPrompt = (memory) => Boolean(memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^turn \d+$/.test(label));
+
+/** @param {Memory} memory @param {any} lastAnswer */
+function answerSentence(memory, lastAnswer) {
+  if (lastAnswer) return answerText(lastAnswer.timings, lastAnswer.held);
+  if (isPrompt(memory)) return `Of the last prompt, ${reuseText(memory.last_prompt)}.`;
+  return "";
+}
+
+// A button that shows the two texts at which the last prompt of a session left its memory.
+/** @param {Memory} memory @param {HTMLElement} container */
+function whyButton(memory, container) {
+  const show = async () => {
+    const { data } = await get("/v1/prefix/misses");
+    const miss = data.find((/** @type {any} */ entry) => entry.session === memory.name);
+    const link = miss ? h("a", { href: `#/missed/${miss.number}` }, "The two texts where it began to differ") : "Nothing of it was missed recently.";
+    container.append(h("p", {}, link));
+  };
+  return h("button", { class: "small", onclick: show }, "Why not more?");
+}
+
+/** @param {Memory} memory @param {Turn} turn @param {Actions | null} actions */
+function turnElements(memory, turn, actions) {
+  const heading = [h("h3", {}, turn.label), h("p", {}, heldText(memory, turn))];
+  if (!actions) return heading;
+  const { start, end } = turn;
+  const isPinned = sharesOf(memory, start, end).some(({ standing }) => standing === "pinned");
+  const pin = () => actions.change("pin", "pin", { start, end }, `${turn.label} is pinned.`);
+  const unpin = () => actions.change("unpin", "unpin", { start, end }, `${turn.label} is no longer pinned.`);
+  const forget = () => actions.change("forget", "edit", { op: "delete", start, end }, `${turn.label} is forgotten.`);
+  return [
+    heading,
+    isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), pin),
+    action("Forget", forgetText(memory, turn, bytes), forget),
+    turn.parts.map((part) => action(`Replace ${part.role}`, replaceText(memory, part.end), () => replace(part, actions))),
+    action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)),
+  ];
+}
+
+/** @param {string} label @param {string} cost @param {() => void} run */
+const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), h("p", {}, cost));
+
+/** @param {import("./turns.js").Part} part @param {Actions} actions */
+async function replace(part, actions) {
+  const fields = [
+    { name: "text", label: "New text", kind: "textarea", value: part.text, required: true },
+    { name: "recompute", label: "Evaluate what follows again (exact)", kind: "checkbox" },
+  ];
+  const values = await promptDialog(`Replace ${part.role}`, fields, "Replace");
+  if (!values || values.text === part.text) return;
+  const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
+  actions.change("replace", "edit", body, "Replaced in memory.");
+}
+
+/** @param {() => Memory} memory @param {Actions} actions */
+function compressControl(memory, actions) {
+  const heading = h("h3", {}, "Compress");
+  if (memory().policy !== "full") {
+    const hint = `This session's policy, ${memory().policy}, evicts by itself; sessions of policy full can be compressed.`;
+    return { elements: [heading, h("p", { class: "hint" }, hint)], update: () => {} };
+  }
+  const slider = h("input", { type: "range", id: "ratio", min: "1.5", max: "16", step: "0.5", value: "4" });
+  const cost = h("p", { role: "status" });
+  const update = () => {
+    cost.textContent = `${slider.value} to 1: ${compressText(memory(), Number(slider.value), bytes)}`;
+  };
+  slider.addEventListener("input", update);
+  const run = () => {
+    showStatus("Compressing...");
+    actions.change("compress", "compress", { ratio: Number(slider.value) }, "Compressed.");
+  };
+  const elements = [heading, h("label", { for: "ratio" }, "Ratio"), slider, cost, h("button", { onclick: run }, "Compress")];
+  return { elements, update };
+}

@@ -1,0 +1,72 @@
+// What the memory beside the chat says, as sentences: values only, no elements.
+
+/** @typedef {import("./turns.js").Memory} Memory */
+
+import { cellsOf, sharesOf, standingText } from "./turns.js";
+
+/** @param {number} value */
+const count = (value) => Math.round(value).toLocaleString("en-US");
+
+/** @param {number} value @param {string} noun */
+const counted = (value, noun) => `${count(value)} ${noun}${Math.round(value) === 1 ? "" : "s"}`;
+
+/**
+ * Returns what a turn holds.
+ * @param {Memory} memory @param {{start: number, end: number}} turn
+ */
+export function heldText(memory, { start, end }) {
+  const shares = sharesOf(memory, start, end);
+  const standing = { window: "in the window", kept: "kept", pinned: "pinned" }[standingText(shares)] || standingText(shares);
+  return `${counted(end - start, "token")} in ${counted(cellsOf(shares), "cell")}, ${standing}.`;
+}
+
+/**
+ * Returns what it would do to delete a turn.
+ * @param {Memory} memory @param {{start: number, end: number}} turn @param {(bytes: number) => string} bytes
+ */
+export function forgetText(memory, { start, end }, bytes) {
+  const cells = cellsOf(sharesOf(memory, start, end));
+  const size = memory.cells ? (cells / memory.cells) * memory.bytes : 0;
+  return `Frees ${counted(cells, "cell")} (${bytes(size)}) and removes the text. What follows stays as it was computed with it.`;
+}
+
+/**
+ * Returns what it would do to pin a turn.
+ * @param {Memory} memory @param {{start: number, end: number}} turn
+ */
+export function pinText(memory, { start, end }) {
+  const shares = sharesOf(memory, start, end);
+  const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
+  const cells = cellsOf(shares);
+  const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
+  const note = lost ? ` ${counted(lost, "token")} are forgotten already and cannot be pinned.` : "";
+  return `Takes nothing now. ${counted(cells, "cell")}${budget} are then never evicted.${note}`;
+}
+
+/**
+ * Returns what it would do to replace a text with the rest as it is, or evaluated again.
+ * @param {Memory} memory @param {number} end of the text
+ */
+export const replaceText = (memory, end) =>
+  `Evaluates the new text alone; with the box below, ${counted(memory.tokens - end, "token")} after it as well.`;
+
+/**
+ * Returns what a compression would leave.
+ * @param {Memory} memory @param {number} ratio @param {(bytes: number) => string} bytes
+ */
+export function compressText(memory, ratio, bytes) {
+  const left = memory.cells / ratio;
+  const freed = memory.bytes * (1 - 1 / ratio);
+  return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}.`;
+}
+
+/**
+ * Returns what the last answer cost, by the server's timings.
+ * @param {{cache_n: number, prompt_n: number, predicted_n: number, predicted_per_second: number}} timings
+ * @param {number} held tokens that were in memory before
+ */
+export function answerText(timings, held) {
+  const speed = timings.predicted_per_second ? ` at ${timings.predicted_per_second.toFixed(1)} tokens/s` : "";
+  if (!held) return `The last answer read ${counted(timings.prompt_n, "token")} and wrote ${count(timings.predicted_n)}${speed}.`;
+  return `The last answer reused all ${counted(held, "token")} in memory, read ${count(timings.prompt_n)} new ones and wrote ${count(timings.predicted_n)}${speed}.`;
+}

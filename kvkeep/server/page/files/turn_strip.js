@@ -1,0 +1,87 @@
+// The whole context as a strip of turns, as wide as their cells and coloured by standing.
+
+import { fill, h, number } from "./dom.js";
+import { cellsOf, countOf, sharesOf, STANDINGS, standingText } from "./turns.js";
+
+/** @typedef {import("./turns.js").Memory} Memory */
+/** @typedef {import("./turns.js").Turn} Turn */
+
+const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
+
+/**
+ * Creates a strip. onPoint: called with the label of the turn under the pointer, or null;
+ * onSelect: with that of the turn that was chosen.
+ * @param {(label: string | null) => void} onPoint @param {(label: string) => void} onSelect
+ */
+export function turnStrip(onPoint, onSelect) {
+  const bars = h("div", { class: "turn-bars", role: "group", "aria-label": "Memory by turn; arrow keys move, Enter selects" });
+  const free = h("span", { class: "free", title: "free cells" });
+  const element = h("div", { class: "turn-strip" }, bars);
+
+  const buttons = () => /** @type {HTMLElement[]} */ ([...bars.querySelectorAll("button")]);
+  const labelOf = (/** @type {Event} */ event) => /** @type {HTMLElement} */ (event.target).closest("button")?.dataset.turn || null;
+  bars.addEventListener("pointerover", (/** @type {Event} */ event) => onPoint(labelOf(event)));
+  bars.addEventListener("pointerleave", () => onPoint(null));
+  bars.addEventListener("focusin", (/** @type {Event} */ event) => onPoint(labelOf(event)));
+  bars.addEventListener("click", (/** @type {Event} */ event) => {
+    const label = labelOf(event);
+    if (label) onSelect(label);
+  });
+  bars.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    const all = buttons();
+    const at = all.indexOf(/** @type {HTMLElement} */ (document.activeElement));
+    const target = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1 }[event.key];
+    if (target === undefined || !all[target]) return;
+    event.preventDefault();
+    for (const button of all) button.tabIndex = -1;
+    all[target].tabIndex = 0;
+    all[target].focus();
+  });
+
+  return {
+    element,
+    /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected */
+    draw(memory, turns, selected) {
+      const focused = bars.contains(document.activeElement) ? /** @type {HTMLElement} */ (document.activeElement).dataset.turn : null;
+      const total = Math.max(memory.cells, memory.max_kv_size || 0, 1);
+      const entry = selected || turns.at(-1)?.label; // the one that Tab reaches
+      fill(bars, turns.map((turn) => bar(memory, turn, total, turn.label === entry)), free);
+      free.style.flexGrow = String(Math.max(0, 1 - memory.cells / total));
+      for (const button of buttons()) if (button.dataset.turn === focused) button.focus();
+    },
+    /** @param {string | null} pointed @param {string | null} selected */
+    light(pointed, selected) {
+      for (const button of buttons()) {
+        button.classList.toggle("lit", button.dataset.turn === pointed);
+        button.classList.toggle("selected", button.dataset.turn === selected);
+        button.setAttribute("aria-pressed", String(button.dataset.turn === selected));
+      }
+    },
+  };
+}
+
+/** @param {Memory} memory @param {Turn} turn @param {number} total @param {boolean} reachable */
+function bar(memory, turn, total, reachable) {
+  const shares = sharesOf(memory, turn.start, turn.end);
+  const cells = cellsOf(shares);
+  const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}`;
+  const parts = shares.map(({ standing, cells: size }) => h("span", { class: standing, style: { flexGrow: String(size || 0.001) } }));
+  const style = { flexGrow: String(Math.max(NARROWEST, cells / total)) };
+  const button = h("button", { type: "button", "data-turn": turn.label, title: text, "aria-label": text, style }, parts);
+  button.tabIndex = reachable ? 0 : -1;
+  return button;
+}
+
+/**
+ * Creates the legend of a session: how many tokens have each standing.
+ * @param {Memory} memory
+ */
+export function legend(memory) {
+  const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
+  entries.push(["residual", "cells", memory.residual_cells], ["checkpoint", "", memory.checkpoints.length]);
+  return h(
+    "ul",
+    { class: "legend", "aria-label": "Legend" },
+    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${name} ${number(count)} ${unit}`.trimEnd())),
+  );
+}
