@@ -125,7 +125,10 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and the tools that the model may call in its answer."""
+    """A conversation, and the tools that the model may call in its answer.
+
+    The prompt describes all tools, whatever the choice is, so that another one changes no prompt.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -138,14 +141,6 @@ class Chat:
             return ()
         names = self.choice.names
         return tuple(tool for tool in self.tools if names is None or tool.name in names)
-
-    @property
-    def described_tools(self) -> tuple[Tool, ...]:
-        """The tools that the prompt describes: all, so that another choice changes no prompt.
-
-        Only a model that may choose among some of them is told of these alone.
-        """
-        return self.callable_tools if self.choice.mode == "auto" else self.tools
 
 
 def content_text(content: Iterable[TextPart | MediaPart]) -> str:

@@ -140,7 +140,7 @@ class ChatRenderer:
 
     def _render_text(self, chat: Chat, options: RenderOptions) -> RenderedPrompt:
         """Render a conversation, without ids."""
-        listed = tuple(tool for tool in chat.described_tools if not tool.deferred)
+        listed = tuple(tool for tool in chat.tools if not tool.deferred)
         messages, warnings = rewrite_messages(chat.messages, listed, self.traits)
         entries = self._entries(messages)
         functions = [{"type": "function", "function": function_fields(tool)} for tool in listed]

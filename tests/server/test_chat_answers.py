@@ -235,6 +235,13 @@ def test_allowed_tools_are_the_only_ones(writer: openai.OpenAI, scripted: Script
     allowed = {"mode": "auto", "tools": entries}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     scripted.write(CALL)
+    with scripted.client() as client:
+        counts = set[int]()
+        for fields in ({}, {"tool_choice": choice}):
+            body = {"messages": QUESTION, "tools": TOOLS, **fields}
+            answer = client.post("/v1/chat/completions/input_tokens", json=body).json()
+            counts.add(answer["input_tokens"])
+        assert len(counts) == 1  # the prompt describes all tools
     assert both(writer, tool_choice=choice)["content"] == CALL
     assert both(writer, tool_choice="none")["content"] == CALL
 
