@@ -199,12 +199,12 @@ def _clear_thinking(chat: Chat, edit: ContextEdit) -> tuple[Chat, int]:
     thinking = sorted({number for message, number in pairs if message.reasoning})
     cleared = set(thinking[: len(thinking) - keep] if keep else thinking)
     edited = [
-        Message(
-            message.role,
-            tuple(part for part in message.parts if not isinstance(part, ReasoningPart)),
-        )
-        if number in cleared
-        else message
-        for message, number in pairs
+        without_reasoning(message) if number in cleared else message for message, number in pairs
     ]
     return replace(chat, messages=normalized(edited)), len(cleared)
+
+
+def without_reasoning(message: Message) -> Message:
+    """Return a message in normal form without its reasoning."""
+    parts = (part for part in message.parts if not isinstance(part, ReasoningPart))
+    return normalized([Message(message.role, tuple(parts))])[0]

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import RunningServer, running_server
+from server.conftest import RunningServer, running_server, serving
+from server.test_written_answers import THINKING_TEMPLATE
 
 from kvkeep.client import Client
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
+from tests.scripted_model import ScriptedEngine, model_with_text_of
 
 EPHEMERAL = {"type": "ephemeral"}
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -141,6 +143,30 @@ def test_marks_behind_cleared_results_are_found(client: httpx.Client) -> None:
     total = sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_creation_", "cache_read_"))
     (pin,) = pins(client)
     assert total - 30 < pin["tokens"] < total
+
+
+def test_marks_behind_cleared_thinking_are_found(smollm2: Model, tmp_path: Path) -> None:
+    messages: list[dict[str, Any]] = []
+    for number in range(3):
+        question = block(f"Question {number}? " * 20, EPHEMERAL if number == 2 else None)
+        thinking = {"type": "thinking", "thinking": "Hm. " * 40, "signature": ""}
+        messages.append({"role": "user", "content": [question]})
+        messages.append({"role": "assistant", "content": [thinking, block("Yes.")]})
+    messages[-1]["content"] = "-"
+    keep = {"type": "thinking_turns", "value": 1}
+    edits = [{"type": "clear_thinking_20251015", "keep": keep}]
+    body = {"messages": [*messages, {"role": "user", "content": "Say it."}], "max_tokens": 1}
+    folder, template = smollm2.text.folder, THINKING_TEMPLATE
+    model = model_with_text_of(tmp_path / "model", folder, template=template)
+    engine = ScriptedEngine(model, lambda prompt: "Yes.")
+    with serving(engine) as server, server.client() as client:
+        body["context_management"] = {"edits": edits}
+        answer = client.post("/v1/messages", json=body).raise_for_status().json()
+        assert answer["context_management"]["applied_edits"][0]["cleared_thinking_turns"] == 1
+        usage = answer["usage"]
+        total = sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_creation_", "cache_read_"))
+        (pin,) = pins(client)
+        assert total - 40 < pin["tokens"] < total
 
 
 def test_a_prompt_without_marks_is_not_pinned(client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvkeep.chat.anthropic_messages import parse_chat
+from kvkeep.chat.context_edits import without_reasoning
 from kvkeep.chat.messages import Message
 from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.engine import PinRequest, Usage
@@ -146,20 +147,24 @@ def _render(
     service = context.service
     try:
         chat, _ = apply_rules(parse_chat(fields), service.prompt_rules)
-        chat = replace(chat, messages=_as_edited(chat.messages, edited))
-        find_written = partial(service.engine.written.find, context.owner)
+        sent = chat.messages
+        chat = replace(chat, messages=_as_edited(sent, edited))
+        # As in the request's prompt: thinking that is cleared does not come back.
+        pairs = zip(sent, chat.messages, strict=True)
+        restores = not any(before.reasoning and not after.reasoning for before, after in pairs)
+        written = service.engine.written
+        find_written = partial(written.find, context.owner, restore_reasoning=restores)
         return service.model.renderer.render(chat, options, find_written).ids
     except InvalidArgument:  # such as a conversation that ends with a call
         return []
 
 
 def _as_edited(messages: Sequence[Message], edited: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the first messages of a request as they are after its edits.
-
-    As they were from where an edit has taken whole parts, such as reasoning, from between them.
-    """
+    """Return the first messages of a request as they are after its edits."""
     result = list(messages)
     for index, (before, after) in enumerate(zip(messages, edited, strict=False)):
+        if before.reasoning and not after.reasoning:
+            before = without_reasoning(before)
         count = len(before.parts)
         is_last = index == len(messages) - 1
         if before.role != after.role or not (is_last or len(after.parts) == count):
