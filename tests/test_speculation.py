@@ -1,8 +1,6 @@
 """Speculation gives the text, logits, cells and sampler of a session without it, to the bit."""
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,52 +9,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_cases import (
+    STATE_KINDS,
+    Alternating,
+    Drafts,
+    run_case,
+    sampling_settings,
+    whole_drafts,
+)
 from test_small_steps import EXACT, KINDS, PROMPT, SETTINGS, model_of, require_same_bits
 
 from kvkeep import Sampling
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.model import Model
-from kvkeep.session.drafts import Draft, DraftLength, NgramIndex
+from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, NgramIndex, Offer, RowCost
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
-
-
-@dataclass
-class Alternating:
-    """A constraint that allows some tokens after an even number of tokens, and others else."""
-
-    limit: int
-    count: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.count >= self.limit
-
-    def masked(self, logits: torch.Tensor) -> torch.Tensor:
-        masked = torch.full_like(logits, -torch.inf)
-        first = 5 + 3 * (self.count % 2)
-        masked[first : first + 2] = logits[first : first + 2]
-        return masked
-
-    def accept(self, token: int) -> None:
-        assert token in range(5 + 3 * (self.count % 2), 7 + 3 * (self.count % 2))
-        self.count += 1
-
-
-def sampling_of(data: st.DataObject) -> dict[str, Any]:
-    few_tokens = [(token, 60.0) for token in range(20, 20 + data.draw(st.integers(1, 3)))]
-    return {
-        "temperature": data.draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
-        "seed": data.draw(st.integers(0, 3)),
-        "top_p": data.draw(st.sampled_from([1.0, 0.9])),
-        "repetition_penalty": data.draw(st.sampled_from([1.0, 1.2])),
-        "presence_penalty": data.draw(st.sampled_from([0.0, 0.5])),
-        "logit_bias": data.draw(st.sampled_from([(), few_tokens])),
-        "stop": data.draw(st.sampled_from([(), ("7",), ("a", "zz")])),
-    }
 
 
 def generated(
@@ -68,51 +39,28 @@ def generated(
     return f"{text} {session.finish_reason} {constraint and constraint.count}"
 
 
-@dataclass
-class KnownDrafts:
-    """Drafts of the tokens that another session has sampled, half of them with a mistake."""
-
-    random: Random
-    tokens: Sequence[int] = ()
-
-    def draft(self, index: NgramIndex, count: int) -> Draft:
-        right = [*self.tokens[len(index) + 1 :], *range(1, count + 1)][:count]
-        size = self.random.randint(1, count)
-        right_count = size if self.random.random() < 0.5 else self.random.randrange(size)
-        return Draft([*right[:right_count], *range(5, 5 + size - right_count)], 3)
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_speculation_changes_no_bit_of_sessions_and_groups(first: int) -> None:
+    for number in range(first, first + 10):
+        run_case(1_000_000 + number)
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_speculation_changes_no_bit(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
-    name = data.draw(st.sampled_from(EXACT if kind in KINDS[-3:] else sorted(SETTINGS)))
-    bits = data.draw(st.sampled_from([None, None, "8", "4"]))
-    first, are_known = data.draw(st.integers(1, 120)), data.draw(st.booleans())
-    settings_of_session = {**SETTINGS[name], "kv_bits": bits}
-    speculating, other = (model_of(kind).session(**settings_of_session) for _ in range(2))
-    period = data.draw(st.sampled_from([4, 7, 900]))
+@settings(max_examples=20)
+@given(st.integers(0, 9999))
+def test_a_stream_has_the_same_text(number: int) -> None:
+    random = Random(number)
+    kind = random.choice(KINDS)
+    name = random.choice(EXACT if kind in STATE_KINDS else sorted(SETTINGS))
+    speculating, other = (model_of(kind).session(**SETTINGS[name]) for _ in range(2))
+    first = random.randint(1, 120)
     for session in (speculating, other):
-        session.feed([PROMPT[i % period] for i in range(first)])
-    drafts = KnownDrafts(Random(data.draw(st.integers(0, 999))))
-    with pytest.MonkeyPatch.context() as patch:
-        if are_known:
-            patch.setattr(NgramIndex, "draft", lambda index, token, n: drafts.draft(index, n))
-            patch.setattr(DraftLength, "choose", lambda self, draft: len(draft.tokens))
-        for _ in range(data.draw(st.integers(1, 3))):
-            how, count = sampling_of(data), data.draw(st.integers(1, 40))
-            limit = data.draw(st.sampled_from([0, 0, 25]))
-            text = generated(other, False, count, how, limit)
-            drafts.tokens = other.tokens
-            assert generated(speculating, True, count, how, limit) == text
-            require_same_bits(speculating, other)
-            samplers = [session.core.state.sampler.state() for session in (speculating, other)]
-            assert samplers[0] == samplers[1]
-            back = data.draw(st.integers(0, 2))
-            if other.core.memory.num_rewindable > back + 1:
-                for session in (speculating, other):
-                    session.rewind(back)
-                require_same_bits(speculating, other)
+        session.feed(PROMPT[:first])
+    how, count = sampling_settings(random), random.randint(1, 40)
+    limit = random.choice([0, 0, 25])
+    text = generated(other, False, count, how, limit)
+    with Drafts(random, [other.tokens]).used():
+        assert generated(speculating, True, count, how, limit) == text
+    require_same_bits(speculating, other)
 
 
 def test_a_rejected_draft_leaves_no_far_segment_without_cells(tmp_path: Path) -> None:
@@ -121,7 +69,7 @@ def test_a_rejected_draft_leaves_no_far_segment_without_cells(tmp_path: Path) ->
         session.feed(PROMPT[:26])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NgramIndex, "draft", lambda self, token, count: Draft([1] * count, 3))
-        patch.setattr(DraftLength, "choose", lambda self, draft: len(draft.tokens))
+        patch.setattr(DraftPlanner, "choose", whole_drafts)
         next(sessions[0].stream(40, ignore_eos=True, speculate=True))  # and leave it
     count = len(sessions[0].tokens) - 26
     assert count < 6
@@ -159,10 +107,10 @@ def test_a_constraint_that_fails_leaves_the_tokens_before(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
 
         def right_draft(index: NgramIndex, next_token: int, count: int) -> Draft:
-            return Draft(right[len(index) - end + 1 :][:count], 3)
+            return Draft(right[len(index.tokens) - end + 1 :][:count], 3)
 
         patch.setattr(NgramIndex, "draft", right_draft)
-        patch.setattr(DraftLength, "choose", lambda self, draft: len(draft.tokens))
+        patch.setattr(DraftPlanner, "choose", whole_drafts)
         for index, speculate in enumerate((True, False)):
             sampling = Sampling(constraint=Failing(5))
             with suppress(ZeroDivisionError):
@@ -201,17 +149,58 @@ def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
     assert NgramIndex([1]).draft(2, 3) is None
 
 
+def test_drafts_of_long_texts_follow_the_last_place_of_a_run() -> None:
+    random, found = Random(1), 0
+    tokens = [random.randrange(12) for _ in range(5000)]
+    whole, grown = NgramIndex(tokens), NgramIndex()
+    for first in range(0, len(tokens), 7):
+        grown.extend(tokens[first : first + 7])
+    for token in range(12):
+        run = [*tokens[-2:], token]
+        last = max((e for e in range(3, 5001) if tokens[e - 3 : e] == run), default=0)
+        for draft in (whole.draft(token, 9), grown.draft(token, 9)):
+            if draft is not None:  # another run may have its place in the table
+                found += 1
+                assert draft.tokens == tokens[last : last + 9]
+    assert found > 12
+
+
 def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:
-    length, draft = DraftLength(), Draft([1] * 15, 3)
+    planner, acceptance, draft = DraftPlanner(), Acceptance(), Draft([1] * 15, 3)
     tries = 0
     for _ in range(2000):
-        if tried := length.choose(draft):
-            length.learn(draft, tried, 0)
+        if tried := planner.choose([Offer(draft, acceptance)], 63)[0]:
+            acceptance.learn(draft, tried, 0)
             tries += 1
     assert tries < 40
     for _ in range(40):
-        length.learn(draft, 15, 15)
-    assert length.choose(draft) > 8
+        acceptance.learn(draft, 15, 15)
+    assert planner.choose([Offer(draft, acceptance)], 63)[0] > 8
+
+
+def test_the_cost_of_a_row_is_measured() -> None:
+    cost = RowCost()
+    for step in range(400):
+        rows = 1 + 5 * (step % 4 == 0)
+        cost.learn(rows, 0.01 * (1 + 0.3 * (rows - 1)) * (50 if step == 300 else 1))
+    assert 0.25 < cost.value < 0.33
+
+
+def good(is_good: bool = True) -> Offer:
+    acceptance, draft = Acceptance(), Draft([1] * 15, 12)
+    for _ in range(60):
+        acceptance.learn(draft if is_good else None, 15 * is_good, 15 * is_good)
+    return Offer(draft if is_good else None, acceptance)
+
+
+def test_drafts_delay_no_session_that_has_none() -> None:
+    assert DraftPlanner(0.05).choose([good(), good(False)], 62) == [0, 0]
+    lengths = DraftPlanner().choose([good(), good(False)], 62)
+    assert lengths[0] > 4
+    assert lengths[1] == 0
+    assert min(DraftPlanner(0.05).choose([good(), good()], 62)) > 4
+    many = DraftPlanner(0.05).choose([good() for _ in range(30)], 34)
+    assert sum(many) <= 34
 
 
 def test_a_fork_counts_its_own_drafts(smollm2: Model) -> None:

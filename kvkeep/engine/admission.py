@@ -18,6 +18,7 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
@@ -36,12 +37,15 @@ class Admission:
         log: OperationLog,
         new_session: Callable[[str], Session],
         alignment: AlignmentOptions,
+        speculation: SpeculationOptions,
     ):
         """new_session: creates an empty session for an owner. alignment: of requests without."""
         self.alignment = alignment
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
-        self.scheduler = Scheduler(registry.policy, self._fork_followers, self._release_session)
+        self.scheduler = Scheduler(
+            registry.policy, self._fork_followers, self._release_session, speculation
+        )
         # Prompts that continued no session, by owner, the newest first.
         self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
         # Generations that wait for another one to prefill their common prompt, by that one.
@@ -257,6 +261,8 @@ class Admission:
         totals.prefilled += max(0, usage.evaluated - generation.unprefilled_tokens)
         totals.reused += usage.reuse.tokens
         totals.generated += usage.generated
+        totals.drafted += usage.drafts.drafted
+        totals.accepted += usage.drafts.accepted
         totals.prefill_seconds += usage.prefill_seconds
         totals.decode_seconds += usage.decode_seconds
 

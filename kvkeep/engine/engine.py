@@ -29,6 +29,7 @@ from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.model import Model
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.embedding import embed, embedding_memory
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -74,12 +75,13 @@ class Engine(AbstractContextManager["Engine"]):
         stores: str | Path | Callable[[str], PrefixCache] | None = None,
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
         alignment: AlignmentOptions | None = None,
+        speculation: SpeculationOptions | None = None,
     ):
         """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
         folder: where sessions are saved; None to keep them in memory only. stores: a folder for
         prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`. alignment: of requests
-        that do not choose one; exact by default."""
+        that do not choose one; exact by default. speculation: likewise; off by default."""
         self.model = model
         self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
@@ -101,7 +103,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._saver = SessionSaver(self._registry, self._thread.post)
         self.alignment = alignment or AlignmentOptions()
         parts = (self._registry, self._operation_log, self._new_session, self.alignment)
-        self._operations, self._admission = SessionOperations(*parts), Admission(*parts)
+        self._operations = SessionOperations(*parts)
+        self._admission = Admission(*parts, speculation or SpeculationOptions())
         self._scheduler = self._admission.scheduler
         self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._discard)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,9 +30,11 @@ from kvkeep.engine.reuse import Reuse
 from kvkeep.engine.steps import StepGrid, prefill_step_at
 from kvkeep.errors import Cancelled
 from kvkeep.session.aligning import AlignedFeeding
+from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.evaluation import step_end
 from kvkeep.session.feeding import Feeding
 from kvkeep.session.scoring import TokenScores
+from kvkeep.session.speculation import SampledRun, Speculation, end_check
 from kvkeep.session.streaming import TextStream
 
 # "waiting": until another generation has prefilled the prompt that they share.
@@ -62,7 +65,9 @@ class Generation(Iterator[GenerationEvent]):
         self._feeding: Feeding | AlignedFeeding | None = None
         self._step_aligned = False  # all tokens so far were evaluated in whole prefill steps
         self._text: Sequence[int] = ()  # with the whole prompt, if it is evaluated in whole steps
-        self._logprobs: Tensor | None = None  # `[vocab]`, of the next token, if requested
+        self._logprobs: Tensor | None = None  # `[vocab]`, of the newest token, if requested
+        self._speculation: Speculation | None = None
+        self._context: Sequence[int] = ()  # the session's tokens when decoding begins
         self._end_token: GeneratedToken | None = None
         self._submit_time = time.perf_counter()
         self._prefill_start: float | None = None
@@ -100,14 +105,15 @@ class Generation(Iterator[GenerationEvent]):
     def start(self, feeding: Feeding | AlignedFeeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
         self._feeding, self.reuse = feeding, reuse
-        self.phase = "decode" if feeding is None else "prefill"
+        self.phase = "prefill"
         tokens = self.record.live.tokens
         is_exact = not isinstance(feeding, AlignedFeeding)
         self._step_aligned = is_exact and self.record.step_aligned_tokens == len(tokens)
         if self._step_aligned:
             self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
         if feeding is None:
-            self._prefill_start = self._prefill_end = time.perf_counter()
+            self._prefill_start = time.perf_counter()
+            self._begin_decode()
         if feeding is not None or reuse.tokens:
             self._emit_progress()
 
@@ -124,8 +130,12 @@ class Generation(Iterator[GenerationEvent]):
             self.record.step_aligned_tokens = self.record.end_of_last_step(len(session.tokens))
         self._emit_progress(step.scores)
         if not self.prefill_remaining:
-            self._feeding, self.phase, self._text = None, "decode", ()
-            self._prefill_end = time.perf_counter()
+            self._feeding, self._text = None, ()
+            self._begin_decode()
+
+    def _begin_decode(self) -> None:
+        self.phase, self._context = "decode", self.record.live.tokens
+        self._prefill_end = time.perf_counter()
 
     def _next_step_end(self, feeding: Feeding | AlignedFeeding) -> int:
         """Return after how many tokens of a prompt its next step ends."""
@@ -144,18 +154,40 @@ class Generation(Iterator[GenerationEvent]):
             self.finish("full")
         return self.phase == "decode"
 
-    def compute_logprobs(self) -> None:
-        """Compute the log-probabilities of the next token before it is sampled, if requested."""
-        logits = None if self.request.logprobs is None else self.record.live.logits
-        if logits is not None:
-            self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens may be generated."""
+        limit = self.request.max_tokens
+        return sys.maxsize if limit is None else limit - len(self.generated)
 
-    def add_token(self, token: int) -> None:
-        """Report a sampled token, and end the generation if it was the last."""
+    def speculation(self, default: bool) -> Speculation:
+        """Return its drafts. default: whether to try any if the request does not say."""
+        if self._speculation is None:
+            request, core = self.request, self.record.live.core
+            tries_drafts = default if request.speculate is None else request.speculate
+            ends_after = end_check(core, request.sampling.stop, self._end_tokens)
+            self._speculation = Speculation(core, request.sampling, ends_after, tries_drafts)
+        return self._speculation
+
+    def add_run(self, run: SampledRun) -> None:
+        """Report sampled tokens, and end the generation after the last one if it is complete."""
+        for index, (token, logits) in enumerate(zip(run.tokens, run.logits, strict=True), 1):
+            if self.request.logprobs is not None:
+                self._logprobs = torch.log_softmax(logits.float().cpu(), -1)
+            self._add_token(token, is_last=index == len(run.tokens))
+
+    @property
+    def _end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end it."""
+        if self.request.ignore_eos:
+            return ()
+        return (*self.record.live.core.model.end_token_ids, *self.request.end_tokens)
+
+    def _add_token(self, token: int, is_last: bool) -> None:
+        """Report a token. is_last: whether its constraint, if any, has followed no later one."""
         self.generated.append(token)
-        request, model = self.request, self.record.live.core.model
-        end_tokens = (*model.end_token_ids, *request.end_tokens)
-        if token in end_tokens and not request.ignore_eos:
+        request = self.request
+        if token in self._end_tokens:
             self._end_token = GeneratedToken(token, "", *self._reported_logprobs(token))
             self.finish("eos")
             return
@@ -165,7 +197,7 @@ class Generation(Iterator[GenerationEvent]):
         self._emit(GeneratedToken(token, text, *self._reported_logprobs(token), pieces))
         if stream.stopped:
             self.finish("stop")
-        elif request.sampling.complete:  # its grammar allows no further token
+        elif is_last and request.sampling.complete:  # its grammar allows no further token
             self.finish("eos")
         elif len(self.generated) == request.max_tokens:
             self.finish("length")
@@ -208,6 +240,7 @@ class Generation(Iterator[GenerationEvent]):
             max(0.0, prefill_end - prefill_start),
             max(0.0, now - prefill_end),
             prompt_written=self.request.written_tokens,
+            drafts=self._speculation.counts if self._speculation else DraftCounts(),
         )
 
     def _count_evicted(self) -> int:
@@ -247,6 +280,5 @@ class Generation(Iterator[GenerationEvent]):
     @cached_property
     def _text_stream(self) -> TextStream:
         """Decodes the generated tokens to text, and finds stop strings in it."""
-        session = self.record.live
-        context = session.tokens.first(len(session.tokens) - len(self.generated))
-        return TextStream(session.core.model.text, self.request.sampling.stop, context)
+        codec = self.record.live.core.model.text
+        return TextStream(codec, self.request.sampling.stop, self._context)

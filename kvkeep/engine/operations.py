@@ -33,6 +33,8 @@ class Totals:
     prefilled: int = 0  # tokens
     reused: int = 0
     generated: int = 0
+    drafted: int = 0  # tokens of drafts that were tried
+    accepted: int = 0  # of these, those that were sampled
     prefill_seconds: float = 0.0  # of all generations
     decode_seconds: float = 0.0
     running: int = 0  # generations now

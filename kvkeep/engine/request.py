@@ -11,6 +11,7 @@ from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import Reuse
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
 from kvkeep.session.session import GREEDY, Session
@@ -31,6 +32,9 @@ class GenerationRequest:
     end_tokens: tuple[int, ...] = ()  # beside the model's
     # How a prompt without a session reuses cells; None for the engine's default.
     alignment: AlignmentOptions | None = None
+    # Whether to try tokens that its text has had before; None for the engine's default. The same
+    # text to the bit.
+    speculate: bool | None = None
     # In a named session, which is created if it is missing: the prompt is its whole text, of which
     # it keeps what it holds or another session holds. Otherwise the prompt follows its text.
     whole_text: bool = False
@@ -48,6 +52,8 @@ class GenerationRequest:
         validation.integer("priority", self.priority)
         if self.alignment is not None:
             validation.instance("alignment", self.alignment, AlignmentOptions)
+        if self.speculate is not None:
+            validation.flag("speculate", self.speculate)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("the request has neither a prompt nor tokens to generate")
 
@@ -78,6 +84,9 @@ class Usage:
     # At the end: tokens before the generated ones that the policy has evicted.
     evicted: int = 0
     prompt_written: int = 0  # tokens of the prompt that were sampled for earlier requests
+    drafts: DraftCounts = field(
+        default_factory=DraftCounts
+    )  # of the generated tokens: those tried and right
 
     @property
     def evaluated(self) -> int:

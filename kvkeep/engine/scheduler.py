@@ -8,7 +8,8 @@ from kvkeep.engine.generation import Generation, Phase
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import NoRoom
-from kvkeep.session.group import SessionGroup
+from kvkeep.session.drafts import DraftPlanner, SpeculationOptions
+from kvkeep.session.speculation import sample_runs
 
 _MAX_BATCH_SIZE = 64  # sessions in a forward pass: more delay each token and save nothing
 _AGING_RATE = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
@@ -110,14 +111,16 @@ class Scheduler:
         policy: SchedulingPolicy,
         on_prefilled: Callable[[Generation], None],
         on_end: Callable[[Generation], None],
+        speculation: SpeculationOptions,
     ):
         """on_prefilled, on_end: called with a generation that is prefilled, or that ended."""
         self.step_seconds = 0.02  # moving average of a step's duration
         self._policy, self._on_prefilled, self._on_end = policy, on_prefilled, on_end
+        self._speculates, self._planner = speculation.enabled, DraftPlanner(speculation.max_delay)
         self.running: list[Generation] = []  # the oldest first
 
     def step(self) -> None:
-        """Decode a token of each prefilled generation, then evaluate a prefill step of a prompt."""
+        """Decode tokens of each prefilled generation, then evaluate a prefill step of a prompt."""
         start = time.perf_counter()
         self.end_cancelled()
         try:
@@ -138,12 +141,17 @@ class Scheduler:
         self._remove_ended()
 
     def _decode(self, generations: Sequence[Generation]) -> None:
-        """Decode a token of each, in one forward pass. One that fails does not end the others."""
+        """Decode tokens of each, in one forward pass. One that fails does not end the others.
+
+        One token of each, and more of those whose drafts are right.
+        """
         ready = [generation for generation in generations if generation.check_can_decode()]
-        for generation in ready:
-            generation.compute_logprobs()
+        if not ready:
+            return
+        speculations = [generation.speculation(self._speculates) for generation in ready]
+        limits = [generation.tokens_left for generation in ready]
         try:
-            tokens = _next_tokens(ready)
+            runs = sample_runs(speculations, limits, self._planner)
         except Exception as error:
             if len(ready) == 1:
                 ready[0].fail(error)
@@ -151,8 +159,8 @@ class Scheduler:
             for generation in ready:  # no session has changed: find the one that fails
                 self._decode([generation])
             return
-        for generation, token in zip(ready, tokens, strict=True):
-            generation.add_token(token)
+        for generation, run in zip(ready, runs, strict=True):
+            generation.add_run(run)
 
     def _prefill(self) -> None:
         """Evaluate a prefill step of one prompt."""
@@ -186,13 +194,3 @@ def _steps_left(generation: Generation) -> float:
     """Estimate the scheduler steps until a generation ends."""
     tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
     return tokens + generation.prefill_remaining / DEFAULT_PREFILL_STEP
-
-
-def _next_tokens(generations: Sequence[Generation]) -> list[int]:
-    """Sample a token for each generation. If one fails, no session has changed."""
-    if not generations:
-        return []
-    if len(generations) == 1:
-        return [generations[0].record.live.next_token(generations[0].request.sampling)]
-    group = SessionGroup([generation.record.live for generation in generations])
-    return group.next_tokens([generation.request.sampling for generation in generations])

@@ -4,18 +4,16 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
-import torch
 from torch import Tensor
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.drafts import DraftCounts
-from kvkeep.session.evaluation import StepTransaction
-from kvkeep.session.memory import Memory
+from kvkeep.session.drafts import DraftCounts, DraftPlanner
+from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.sampling import Sampling
-from kvkeep.session.speculation import Speculation
+from kvkeep.session.speculation import Speculation, end_check, sample_runs
 from kvkeep.session.streaming import TextStream
 
 
@@ -45,23 +43,11 @@ def decode_step(
         for core, state, token, sampling in zip(cores, states, tokens, samplings, strict=True):
             end_ids = core.model.end_token_ids
             keep_answer_end(state.memory, core.model.text, token, end_ids, sampling.stop)
-        _append_sampled([state.memory for state in states], tokens, grouped)
+        append_sampled([state.memory for state in states], tokens, grouped)
     for token, sampling in zip(tokens, samplings, strict=True):
         if sampling.constraint is not None:
             sampling.constraint.accept(token)
     return tokens
-
-
-@torch.inference_mode()
-def _append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: bool) -> None:
-    """Evaluate a sampled token for each memory, all in one forward, and append it."""
-    for memory in memories:
-        memory.policy.open(memory.cache, 1)  # makes room for one cell
-    decoder, chunks = memories[0].decoder, [[token] for token in tokens]
-    with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as transaction:
-        hidden = decoder.forward(transaction.tokens, transaction.step)
-        logits = decoder.logits(hidden)
-    transaction.append(hidden, logits)
 
 
 def stream_text(
@@ -155,16 +141,10 @@ def _sampled_runs(
         for _ in range(left):
             yield [next_token(core, sampling)]
         return
-    stops = TextStream(core.model.text, sampling.stop, core.memory.tokens)
-
-    def ends_after(token: int) -> bool:
-        if sampling.stop and token not in end_ids:
-            stops.push(token)
-        return token in end_ids or stops.stopped
-
-    speculation = Speculation(core, sampling, ends_after)
+    speculation = Speculation(core, sampling, end_check(core, sampling.stop, end_ids))
+    planner = DraftPlanner()
     while left > 0:
-        tokens = speculation.next_tokens(left)
+        tokens = sample_runs([speculation], [left], planner)[0].tokens
         left -= len(tokens)
         yield tokens
 

@@ -1,17 +1,25 @@
 """Drafts of the next tokens from a session's own text, and how many of them are worth trying.
 
 Where the newest tokens have come before, those that followed then are a draft (prompt lookup). How
-long it may be depends on how often such drafts were right, and on what a row of a forward costs.
+long it may be depends on how often such drafts were right, on what a row of a forward costs, and on
+the other sessions of the forward, which wait for these rows.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 MATCH_TOKENS = 3  # the shortest run of tokens that is looked up
 _MAX_MATCH = 24  # longer runs are not told apart
 _WEIGHT = 0.15  # of a new measurement, in averages
 _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is measured
+_PRIOR_WEIGHT = 0.5  # of that cost, as a variance of the numbers of rows that were measured
+_COST_WEIGHT = 0.05  # of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
+_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # of the tokens of a run, in its hash
+_HASH_BITS, _MIN_TABLE_BITS = 32, 10
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,17 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
+class SpeculationOptions:
+    """Whether generations of an engine try drafts, and how much later others may get their tokens.
+
+    max_delay: see `DraftPlanner`.
+    """
+
+    enabled: bool = False
+    max_delay: float | None = 0.05
+
+
+@dataclass(frozen=True)
 class Draft:
     """Tokens that may come next, after a run of `matched` tokens that had come before."""
 
@@ -31,94 +50,212 @@ class Draft:
 
 
 class NgramIndex:
-    """Index of the last place of each run of `MATCH_TOKENS` tokens in a text that grows."""
+    """Index of the last place of each run of `MATCH_TOKENS` tokens in a text that grows.
+
+    A hash table of 32-bit numbers: of two runs with one hash it keeps the newer.
+
+    tokens: the text.
+    """
 
     def __init__(self, tokens: Sequence[int] = ()):
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # the last end of each run but the newest
+        self.tokens = array("i")
+        self._table_bits = _MIN_TABLE_BITS
+        self._ends = array("i", bytes(4 << _MIN_TABLE_BITS))  # of runs, by hash; 0 for none
         self.extend(tokens)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
-        for token in tokens:
-            end = len(self._tokens)
-            if end >= MATCH_TOKENS:
-                self._ends[tuple(self._tokens[end - MATCH_TOKENS :])] = end
-            self._tokens.append(token)
+        first = len(self.tokens)
+        self.tokens.extend(tokens)
+        if 2 * len(self.tokens) > len(self._ends):
+            self._rebuild()
+            return
+        text = self.tokens
+        # The newest run has no token after it yet.
+        for end in range(max(first, MATCH_TOKENS), len(text)):
+            self._ends[self._slot(text[end - 3], text[end - 2], text[end - 1])] = end
 
     def draft(self, next_token: int, max_tokens: int) -> Draft | None:
         """Return what followed the longest known end of the text, `next_token` included.
 
         next_token: is not in the text yet. Returns None if its end has not come before.
         """
-        text, first = self._tokens, len(self._tokens) + 1 - MATCH_TOKENS
-        if first < 0:
+        text, count = self.tokens, len(self.tokens)
+        if count < MATCH_TOKENS - 1:
             return None
-        end = self._ends.get((*text[first:], next_token))
-        if end is None:
+        run = (text[count - 2], text[count - 1], next_token)
+        end = self._ends[self._slot(*run)]
+        if not end or (text[end - 3], text[end - 2], text[end - 1]) != run:
             return None
-        matched, back = MATCH_TOKENS, len(text) + 1
+        matched, back = MATCH_TOKENS, count + 1
         while (
             matched < min(_MAX_MATCH, end) and text[end - matched - 1] == text[back - matched - 1]
         ):
             matched += 1
-        return Draft(text[end : end + max_tokens], matched)
+        return Draft(text[end : end + max_tokens].tolist(), matched)
+
+    def _slot(self, first: int, second: int, third: int) -> int:
+        """Return the place of a run in the table."""
+        one, two, three = _FACTORS
+        mixed = (first * one) ^ (second * two) ^ (third * three)
+        return (mixed & 0xFFFFFFFF) >> (_HASH_BITS - self._table_bits)
+
+    def _rebuild(self) -> None:
+        """Make the table four times as large as the text, or more."""
+        count = len(self.tokens)
+        self._table_bits = (4 * count).bit_length()
+        self._ends = array("i", bytes(4 << self._table_bits))
+        if count <= MATCH_TOKENS:
+            return
+        text = np.array(self.tokens, dtype=np.uint64)
+        runs = zip((text[:-3], text[1:-2], text[2:-1]), _FACTORS, strict=True)
+        first, second, third = (tokens * np.uint64(factor) for tokens, factor in runs)
+        mixed = (first ^ second ^ third) & np.uint64(0xFFFFFFFF)
+        slots = (mixed >> np.uint64(_HASH_BITS - self._table_bits)).astype(np.int64)
+        ends = np.frombuffer(self._ends, dtype=np.int32)
+        # Of equal slots the last, which is the newest, stays.
+        ends[slots] = np.arange(MATCH_TOKENS, count, dtype=np.int32)
 
 
-class DraftLength:
-    """Chooses how many tokens of a draft to try, by their acceptance and the cost of rows.
+class Acceptance:
+    """Estimates how often the next token of a draft is right, from the drafts that were tried.
 
     Each length of a match, doubled, has an acceptance of its own: 3 to 5 matched tokens, 6 to 11,
     and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or 1 for
     all. Without a gain now, a draft is tried again after a pause that doubles each time.
+
+    pace: the average number of tokens of a step.
     """
 
     def __init__(self) -> None:
-        self._acceptance = [0.6, 0.75, 0.85]
+        self.pace = 1.0
+        self._rates = [0.6, 0.75, 0.85]
         self._pauses, self._waits = [1, 1, 1], [0, 0, 0]
-        self._row_cost = _ROW_COST
-        self._one_row_seconds = 0.0
 
-    def choose(self, draft: Draft) -> int:
-        """Return how many tokens of a draft to try; 0 for none."""
-        kind, count = _kind(draft), len(draft.tokens)
-        rate, best, best_gain = self._acceptance[kind], 0, _WORTH_TRYING
-        expected, likely = 1.0, 1.0
-        for length in range(1, count + 1):
-            likely *= rate
-            expected += likely
-            gain = expected / (1 + self._row_cost * length)
-            if gain > best_gain:
-                best, best_gain = length, gain
-        if best:
-            return best
+    def rate(self, draft: Draft) -> float:
+        """Return the probability that a token of a draft is right if those before it are."""
+        return self._rates[_kind(draft)]
+
+    def ends_pause(self, draft: Draft) -> bool:
+        """Return whether to try a draft that is expected to be wrong; counts the pause."""
+        kind = _kind(draft)
         self._waits[kind] += 1
         if self._waits[kind] < self._pauses[kind]:
-            return 0
+            return False
         self._waits[kind], self._pauses[kind] = 0, min(256, 2 * self._pauses[kind])
-        return min(2, count)
+        return True
 
-    def learn(self, draft: Draft, tried: int, accepted: int) -> None:
-        """Take the result of a draft into account. accepted: of the `tried` tokens."""
+    def learn(self, draft: Draft | None, tried: int, accepted: int) -> None:
+        """Take the result of a step into account. accepted: of the `tried` tokens of a draft."""
+        self.pace += _WEIGHT * (1 + accepted - self.pace)
+        if draft is None or not tried:
+            return
         kind = _kind(draft)
         rate = 1.0 if accepted == tried else accepted / (accepted + 1)
-        self._acceptance[kind] += _WEIGHT * (rate - self._acceptance[kind])
+        self._rates[kind] += _WEIGHT * (rate - self._rates[kind])
         if accepted == tried:
             self._pauses[kind] = 1
 
-    def learn_cost(self, rows: int, seconds: float) -> None:
+
+class RowCost:
+    """Cost of one more row of a forward, relative to a forward of one row, as measured.
+
+    The slope of a line through the forwards' seconds by their rows, of which newer ones count more.
+    Before forwards have had different numbers of rows, it is an assumption.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._rows = self._seconds = self._squares = self._products = 0.0  # averages
+
+    @property
+    def value(self) -> float:
+        if not self._count:
+            return _ROW_COST
+        variance = self._squares - self._rows**2
+        covariance = self._products - self._rows * self._seconds
+        assumed = _ROW_COST * self._seconds / (1 + _ROW_COST * (self._rows - 1))
+        slope = (covariance + _PRIOR_WEIGHT * assumed) / (variance + _PRIOR_WEIGHT)
+        one_row = self._seconds - slope * (self._rows - 1)
+        return min(max(slope / max(one_row, slope), 0.02), 1.0)
+
+    def learn(self, rows: int, seconds: float) -> None:
         """Take the duration of a forward into account."""
-        if rows == 1:
-            last = self._one_row_seconds or seconds
-            # A forward that was interrupted by other work counts no more than twice as long.
-            self._one_row_seconds = last + _WEIGHT * (min(seconds, 2 * last) - last)
-        elif self._one_row_seconds:
-            cost = (seconds / self._one_row_seconds - 1) / (rows - 1)
-            limited = min(max(cost, 0.02), 1.0)
-            self._row_cost += _WEIGHT * (limited - self._row_cost)
+        if self._count:  # one that was interrupted by other work counts no more than twice as long
+            value = self.value
+            expected = self._seconds * (1 + value * (rows - 1)) / (1 + value * (self._rows - 1))
+            seconds = min(seconds, 2 * expected)
+        self._count += 1
+        weight = max(_COST_WEIGHT, 1 / self._count)
+        self._rows += weight * (rows - self._rows)
+        self._seconds += weight * (seconds - self._seconds)
+        self._squares += weight * (rows**2 - self._squares)
+        self._products += weight * (rows * seconds - self._products)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A session of a forward: its draft, if it has one, and what is known of its drafts."""
+
+    draft: Draft | None
+    acceptance: Acceptance
+
+
+class DraftPlanner:
+    """Chooses how many tokens of their drafts the sessions of a forward try.
+
+    The lengths with which most tokens are expected in a second, of all sessions together. But none
+    may get its own tokens later by more than `max_delay`, since it has no draft itself and waits
+    for the rows of others: relative to a forward without drafts; None for any delay.
+    """
+
+    def __init__(self, max_delay: float | None = None):
+        self.max_delay = max_delay
+        self.cost = RowCost()
+
+    def choose(self, offers: Sequence[Offer], max_drafted: int) -> list[int]:
+        """Return how many tokens of each draft to try. max_drafted: of all together, at most."""
+        lengths, best = [0] * len(offers), [0] * len(offers)
+        cost, drafted, paces = self.cost.value, 0, [1.0] * len(offers)
+        time_without = 1 + cost * (len(offers) - 1)
+        best_speed = _WORTH_TRYING * len(offers) / time_without
+        likely = [each.acceptance.rate(each.draft) if each.draft else 0.0 for each in offers]
+        while drafted < max_drafted:
+            index = max(range(len(offers)), key=likely.__getitem__)
+            draft, acceptance = offers[index].draft, offers[index].acceptance
+            time = time_without + cost * (drafted + 1)
+            # More rows pay for as long as the next one is worth more than the average.
+            if draft is None or likely[index] / cost <= sum(paces) / (time - cost):
+                break
+            drafted += 1
+            lengths[index] += 1
+            paces[index] += likely[index]
+            is_end = lengths[index] == len(draft.tokens)
+            likely[index] = 0.0 if is_end else likely[index] * acceptance.rate(draft)
+            speed = sum(paces) / time
+            if speed > best_speed and self._is_fair(offers, paces, time / time_without):
+                best, best_speed = list(lengths), speed
+        if not any(best):
+            self._explore(offers, best, max_drafted)
+        return best
+
+    def _is_fair(self, offers: Sequence[Offer], paces: Sequence[float], slowdown: float) -> bool:
+        """Whether no session loses too much. paces: the expected tokens of each in this step."""
+        if self.max_delay is None:
+            return True
+        least = slowdown / (1 + self.max_delay)
+        pairs = zip(offers, paces, strict=True)
+        return all(max(pace, offer.acceptance.pace) >= least for offer, pace in pairs)
+
+    def _explore(self, offers: Sequence[Offer], lengths: list[int], max_drafted: int) -> None:
+        """Try a short draft, now and then, that would not pay if its session were alone either."""
+        for index, offer in enumerate(offers):
+            if (draft := offer.draft) is None:
+                continue
+            gain = (1 + offer.acceptance.rate(draft)) / (1 + self.cost.value)
+            if gain <= _WORTH_TRYING and offer.acceptance.ends_pause(draft):
+                lengths[index] = min(2, len(draft.tokens), max_drafted)
+                return
 
 
 def _kind(draft: Draft) -> int:

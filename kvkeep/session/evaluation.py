@@ -104,6 +104,18 @@ class StepTransaction:
         return compressions
 
 
+@torch.inference_mode()
+def append_sampled(memories: Sequence[Memory], tokens: Sequence[int], grouped: bool) -> None:
+    """Evaluate a sampled token for each memory, all in one forward, and append it."""
+    for memory in memories:
+        memory.policy.open(memory.cache, 1)  # makes room for one cell
+    decoder, chunks = memories[0].decoder, [[token] for token in tokens]
+    with StepTransaction(memories, chunks, sampled=True, grouped=grouped) as transaction:
+        hidden = decoder.forward(transaction.tokens, transaction.step)
+        logits = decoder.logits(hidden)
+    transaction.append(hidden, logits)
+
+
 def evaluate(memory: Memory, ids: Sequence[int], prefill_step: int) -> Iterator[StepResult]:
     """Evaluate token ids into a memory, one step at each iteration."""
     done = 0

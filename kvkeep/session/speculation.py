@@ -1,13 +1,15 @@
 """Lossless speculation: several tokens from one forward, the same as one by one to the bit.
 
-The rows of the forward are a sampled token and a draft of those after it. Then tokens are sampled
-from the rows' logits, by the session's own generator and in the usual order, for as long as they
-are those of the draft. The cells and states of the others are taken back.
+The rows of the forward are, for each session, a sampled token and a draft of those after it. Then
+tokens are sampled from the rows' logits, by the session's own generator and in the usual order, for
+as long as they are those of the draft. The cells and states of the others are taken back.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -17,130 +19,222 @@ from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.drafts import DraftCounts, DraftLength, NgramIndex
-from kvkeep.session.evaluation import StepTransaction
+from kvkeep.session.drafts import Acceptance, Draft, DraftCounts, DraftPlanner, NgramIndex, Offer
+from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.streaming import TextStream
+
+_MAX_ROWS = 64  # of a forward, unless it has more sessions
+
+
+@dataclass(frozen=True)
+class SampledRun:
+    """Tokens of a session from one forward, at least one, and what each was sampled from.
+
+    logits: `[vocab]` float32 for each token.
+    """
+
+    tokens: Sequence[int]
+    logits: Sequence[Tensor]
 
 
 class Speculation:
-    """The speculation of one stream of tokens of a session, counted in its core's `drafts`."""
+    """The drafts of one generation of a session, counted in its core's `drafts`."""
 
-    def __init__(self, core: SessionCore, sampling: Sampling, ends_after: Callable[[int], bool]):
-        """ends_after: whether generation ends after a token; called once for each, in order."""
-        self._core, self._sampling, self._ends_after = core, sampling, ends_after
-        self._index, self._indexed_tokens = NgramIndex(), core.memory.tokens
-        self._index.extend(self._indexed_tokens)
-        self._length = DraftLength()
-
-    @computes_in_worker
-    def next_tokens(self, max_tokens: int) -> list[int]:
-        """Sample at least one token and at most `max_tokens`, append them, and return them.
-
-        Raises as `Session.next_token`; a call that fails changes nothing.
-        """
-        try:
-            return self._next_tokens(max_tokens)
-        except NonFiniteLogits:  # perhaps only after tokens that would not have been sampled
-            return self._next_tokens(1)
-
-    def _next_tokens(self, max_tokens: int) -> list[int]:
-        core, sampling = self._core, self._sampling
-        if (logits := core.memory.logits()) is None:
-            raise InvalidArgument("nothing to continue: feed a prompt first")
-        core.memory.require_room(1)
-        if core.memory.tokens is not self._indexed_tokens:  # the session was changed meanwhile
-            self._index = NgramIndex(core.memory.tokens)
-        max_drafted = _row_limit(core.memory, max_tokens) - 1
-        with session_transaction([core]) as (state,):
-            first = state.sample(logits, sampling)
-            draft = self._index.draft(first, max_drafted) if max_drafted > 0 else None
-            length = self._length.choose(draft) if draft else 0
-            drafted = self._without_answer_end(draft.tokens[:length]) if draft else []
-            self._keep_answer_end(state, first)
-            started = time.perf_counter()
-            tokens, tried = self._evaluate(state, [first, *drafted])
-            seconds = time.perf_counter() - started
-        if not tried:  # otherwise it has been followed already
-            self._follow(first)
-        self._index.extend(tokens)
+    def __init__(
+        self,
+        core: SessionCore,
+        sampling: Sampling,
+        ends_after: Callable[[int], bool],
+        drafts: bool = True,
+    ):
+        """ends_after: whether generation ends after a token; called once for each, in order.
+        drafts: whether to try any tokens; the only other effect is on `Acceptance.pace`."""
+        self.core, self.sampling = core, sampling
+        self.acceptance = Acceptance()
+        self.counts = core.drafts = DraftCounts()
+        self._ends_after, self._drafts = ends_after, drafts
+        self._index: NgramIndex | None = None
         self._indexed_tokens = core.memory.tokens
-        self._length.learn_cost(1 + tried, seconds)
-        if draft and tried:
-            self._length.learn(draft, tried, len(tokens) - 1)
-        counts = core.drafts
-        core.drafts = DraftCounts(counts.drafted + tried, counts.accepted + len(tokens) - 1)
-        return tokens
 
-    def _keep_answer_end(self, state: SessionState, token: int) -> None:
-        model = self._core.model
-        stop = self._sampling.stop
-        keep_answer_end(state.memory, model.text, token, model.end_token_ids, stop)
+    def draft(self, first: int, max_tokens: int) -> Draft | None:
+        """Return a draft of the tokens after `first`, which is sampled. max_tokens: with it."""
+        memory = self.core.memory
+        limit = _row_limit(memory, max_tokens) - 1 if self._drafts else 0
+        if limit <= 0:
+            return None
+        if self._index is None or memory.tokens is not self._indexed_tokens:
+            self._index = NgramIndex(memory.tokens)  # also if the session was changed meanwhile
+        found = self._index.draft(first, limit)
+        tokens = self._without_answer_end(found.tokens) if found else ()
+        return Draft(tokens, found.matched) if found and tokens else None
 
-    def _without_answer_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens before one with which an answer may end, if layers keep states.
-
-        Such a token is the first of its forward, so that the states before it can be kept.
-        """
-        model, stop = self._core.model, self._sampling.stop
-        if not model.spec.keeps_states:
-            return list(tokens)
-        text, ends = model.text, model.end_token_ids
-        return list(takewhile(lambda token: not may_end_answer(text, token, ends, stop), tokens))
-
-    @torch.inference_mode()
-    def _evaluate(self, state: SessionState, rows: list[int]) -> tuple[list[int], int]:
-        """Evaluate a sampled token and a draft; return what is sampled, and how many were tried."""
-        memory = state.memory
-        rows = rows[: memory.policy.open(memory.cache, len(rows))]
-        decoder = memory.decoder
-        if len(rows) == 1:
-            with StepTransaction([memory], [rows], sampled=True) as transaction:
-                hidden = decoder.forward(transaction.tokens, transaction.step)
-                logits = decoder.logits(hidden)
-            transaction.append(hidden, logits)
-            return rows, 0
-        ids = torch.tensor(rows, dtype=torch.int64, device=memory.cache.layout.device)
-        with memory.cache.row_steps(len(rows), sampled=True, revertible=True) as row_steps:
-            hidden = decoder.forward(ids, GroupStep(row_steps.steps))
-            logits = decoder.logits(hidden)
-            count = self._accept(state, rows, logits)
-            row_steps.keep(count)
-        # Copied: the last row must not keep those of the others in memory.
-        memory.append(rows[:count], hidden[count - 1 : count].clone(), logits[count - 1].clone())
-        memory.policy.enforce_bounds(memory.cache)
-        return rows[:count], len(rows) - 1
-
-    def _accept(self, state: SessionState, rows: Sequence[int], logits: Tensor) -> int:
+    def accept(self, state: SessionState, rows: Sequence[int], logits: Tensor) -> int:
         """Sample after each row for as long as the next one is sampled; return how many rows are.
 
         rows: the first one is sampled. logits: `[rows, vocab]`. The state's sampler is left as it
         is after the last of them.
         """
-        window = max(1, self._sampling.repetition_window)
+        window = max(1, self.sampling.repetition_window)
         recent_tokens = list(state.memory.tokens[-window:])
         for count, token in enumerate(rows[:-1], 1):
             recent_tokens.append(token)
-            if self._follow(token):
+            if self.follow(token):
                 return count
             sampler = state.sampler
-            if self._sampling.temperature:  # a draw that is not taken must not advance it
+            if self.sampling.temperature:  # a draw that is not taken must not advance it
                 sampler = Sampler.from_state(sampler.state())
             try:
-                sampled = sampler.sample(logits[count - 1], recent_tokens, self._sampling)
+                sampled = sampler.sample(logits[count - 1], recent_tokens, self.sampling)
             except Exception:  # raised again when this token is sampled next time
                 return count
             if sampled != rows[count]:
                 return count
             state.sampler = sampler
-        self._follow(rows[-1])
+        self.follow(rows[-1])
         return len(rows)
 
-    def _follow(self, token: int) -> bool:
+    def follow(self, token: int) -> bool:
         """Let the constraint follow a sampled token; return whether generation ends after it."""
-        if self._sampling.constraint is not None:
-            self._sampling.constraint.accept(token)
-        return self._ends_after(token) or self._sampling.complete
+        if self.sampling.constraint is not None:
+            self.sampling.constraint.accept(token)
+        return self._ends_after(token) or self.sampling.complete
+
+    def learn(self, draft: Draft | None, tried: int, tokens: Sequence[int]) -> None:
+        """Take the tokens of a step, which the session has appended. tried: of the draft."""
+        if self._index is not None:
+            self._index.extend(tokens)
+            self._indexed_tokens = self.core.memory.tokens
+        accepted, counts = len(tokens) - 1, self.counts
+        self.acceptance.learn(draft, tried, accepted)
+        if tried:
+            self.counts = DraftCounts(counts.drafted + tried, counts.accepted + accepted)
+            self.core.drafts = self.counts
+
+    def _without_answer_end(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens before one with which an answer may end, if layers keep states.
+
+        Such a token is the first of its forward, so that the states before it can be kept.
+        """
+        model, stop = self.core.model, self.sampling.stop
+        if not model.spec.keeps_states:
+            return tokens
+        text, ends = model.text, model.end_token_ids
+        return list(takewhile(lambda token: not may_end_answer(text, token, ends, stop), tokens))
+
+
+def end_check(
+    core: SessionCore, stop: tuple[str, ...], end_ids: Sequence[int]
+) -> Callable[[int], bool]:
+    """Return a function that tells whether a generation ends after a token, called for each."""
+    stream = TextStream(core.model.text, stop, core.memory.tokens)
+
+    def ends_after(token: int) -> bool:
+        if stop and token not in end_ids:
+            stream.push(token)
+        return token in end_ids or stream.stopped
+
+    return ends_after
+
+
+@computes_in_worker
+def sample_runs(
+    speculations: Sequence[Speculation], max_tokens: Sequence[int], planner: DraftPlanner
+) -> list[SampledRun]:
+    """Sample tokens for several sessions of a model, and append all of them by one forward.
+
+    max_tokens: the most for each session. A call that fails changes none of them. Raises as
+    `Session.next_token`.
+    """
+    try:
+        return _sample_runs(speculations, max_tokens, planner)
+    except NonFiniteLogits:  # perhaps only after tokens that would not have been sampled
+        return _sample_runs(speculations, [1] * len(speculations), planner)
+
+
+def _sample_runs(
+    speculations: Sequence[Speculation], max_tokens: Sequence[int], planner: DraftPlanner
+) -> list[SampledRun]:
+    all_logits = [_logits(speculation.core) for speculation in speculations]
+    with session_transaction([speculation.core for speculation in speculations]) as states:
+        members = list(zip(speculations, states, strict=True))
+        sampled = zip(members, all_logits, strict=True)
+        firsts = [state.sample(logits, each.sampling) for (each, state), logits in sampled]
+        wanted = zip(speculations, firsts, max_tokens, strict=True)
+        drafts = [each.draft(first, limit) for each, first, limit in wanted]
+        lengths = [0] * len(drafts)
+        if any(drafts):
+            offers = [Offer(d, s.acceptance) for s, d in zip(speculations, drafts, strict=True)]
+            lengths = planner.choose(offers, max(0, _MAX_ROWS - len(offers)))
+        rows = [
+            [first, *(draft.tokens[:length] if draft else ())]
+            for first, draft, length in zip(firsts, drafts, lengths, strict=True)
+        ]
+        for (each, state), first in zip(members, firsts, strict=True):
+            model, stop = each.core.model, each.sampling.stop
+            keep_answer_end(state.memory, model.text, first, model.end_token_ids, stop)
+        started = time.perf_counter()
+        tried, runs = _evaluate(members, rows, all_logits)
+        seconds = time.perf_counter() - started
+    planner.cost.learn(sum(map(len, tried)), seconds)
+    for each, draft, chunk, run in zip(speculations, drafts, tried, runs, strict=True):
+        if len(chunk) == 1:  # otherwise it has been followed already
+            each.follow(run.tokens[0])
+        each.learn(draft, len(chunk) - 1, run.tokens)
+    return runs
+
+
+def _logits(core: SessionCore) -> Tensor:
+    """Return the logits of a session's last token. Raises if no token can be sampled."""
+    if (logits := core.memory.logits()) is None:
+        raise InvalidArgument("nothing to continue: feed a prompt first")
+    core.memory.require_room(1)
+    return logits
+
+
+@torch.inference_mode()
+def _evaluate(
+    members: Sequence[tuple[Speculation, SessionState]],
+    rows: Sequence[Sequence[int]],
+    all_logits: Sequence[Tensor],
+) -> tuple[Sequence[Sequence[int]], list[SampledRun]]:
+    """Evaluate for each session a sampled token and a draft, and append what is sampled.
+
+    Returns the rows that were evaluated, which may be fewer, and the sampled tokens.
+    """
+    memories = [state.memory for _, state in members]
+    if all(len(chunk) == 1 for chunk in rows):
+        tokens = [chunk[0] for chunk in rows]
+        append_sampled(memories, tokens, grouped=len(memories) > 1)
+        firsts = zip(tokens, all_logits, strict=True)
+        return rows, [SampledRun([token], [logits]) for token, logits in firsts]
+    pairs = zip(memories, rows, strict=True)
+    rows = [chunk[: each.policy.open(each.cache, len(chunk))] for each, chunk in pairs]
+    decoder, device = memories[0].decoder, memories[0].cache.layout.device
+    ids = torch.tensor([t for chunk in rows for t in chunk], dtype=torch.int64, device=device)
+    runs, ends = list[SampledRun](), [0, *accumulate(map(len, rows))]
+    with ExitStack() as stack:
+        all_steps = [
+            stack.enter_context(each.cache.row_steps(len(chunk), True, revertible=len(chunk) > 1))
+            for each, chunk in zip(memories, rows, strict=True)
+        ]
+        hidden = decoder.forward(
+            ids, GroupStep([step for each in all_steps for step in each.steps])
+        )
+        logits = decoder.logits(hidden)
+        for index, ((speculation, state), chunk) in enumerate(zip(members, rows, strict=True)):
+            own_logits = logits[ends[index] : ends[index + 1]]
+            count = speculation.accept(state, chunk, own_logits) if len(chunk) > 1 else 1
+            if len(chunk) > 1:
+                all_steps[index].keep(count)
+            runs.append(SampledRun(chunk[:count], [all_logits[index], *own_logits[: count - 1]]))
+    for start, memory, run in zip(ends, memories, runs, strict=False):
+        last = start + len(run.tokens) - 1
+        # Copied: the last row must not keep those of the others in memory.
+        memory.append(run.tokens, hidden[last : last + 1].clone(), logits[last].clone())
+        memory.policy.enforce_bounds(memory.cache)
+    return rows, runs
 
 
 def _row_limit(memory: Memory, max_tokens: int) -> int:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.workload import Change, Create, Fork, Request, Result, Work, batch
+from speculation_cases import Drafts
 
 from kvkeep.engine import Engine, Limits, PinRequest
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
 from kvkeep.model import Model
+from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.sampling import Sampling
 
 SAMPLINGS = (
@@ -68,19 +70,22 @@ class World:
         memory = 12 * session.cache.layout.cell_bytes * self.settings["max_kv_size"]
         if session.core.memory.overwrites:
             memory = 8 * max_session_bytes(session, None)
+        speculation = SpeculationOptions(enabled=True)
         if self.folder is None:
-            return Engine(self.model, settings=self.settings)
+            return Engine(self.model, settings=self.settings, speculation=speculation)
         return Engine(
             self.model,
             settings=self.settings,
+            speculation=speculation,
             limits=Limits(memory=memory),
             folder=self.folder / "sessions",
             stores=self.folder / "prefixes",
         )
 
     def run(self, answers: int) -> None:
-        """Work until there are so many results."""
+        """Work until there are so many results, with drafts of known texts, often with mistakes."""
         with ExitStack() as stack:
+            stack.enter_context(Drafts(random.Random(answers), self.texts.values()).used())
             stack.callback(lambda: self.engine.close())
             while self.answers < answers:
                 kind = self.random.random()

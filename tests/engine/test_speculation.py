@@ -1,0 +1,123 @@
+"""An engine with speculation gives each generation the events that it has without."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+import torch
+from speculation_cases import Alternating, Drafts
+from test_small_steps import model_of
+
+from kvkeep.compiled.binding import kernel_library
+from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
+from kvkeep.errors import Cancelled
+from kvkeep.model import Model
+from kvkeep.session.drafts import DraftCounts, SpeculationOptions
+from kvkeep.session.sampling import Sampling
+
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
+
+FEW = tuple((token, 60.0) for token in range(20, 24))
+REQUESTS = [
+    GenerationRequest(tuple(range(3, 60)), 40, Sampling(), logprobs=2),
+    GenerationRequest(tuple(range(3, 90)), 30, Sampling(temperature=0.9, seed=5), logprobs=0),
+    GenerationRequest((5, 6, 7) * 9, 50, Sampling(logit_bias=FEW, stop=("7", "zz")), logprobs=0),
+    GenerationRequest((9, 8) * 30, 60, Sampling(temperature=1.2, seed=2), end_tokens=(40, 41)),
+    GenerationRequest((7, 7, 7, 1), 33, Sampling(repetition_penalty=1.3), ignore_eos=True),
+]
+
+
+def requests() -> list[GenerationRequest]:
+    """Requests with constraints of their own."""
+    constraint = Sampling(temperature=0.5, seed=1, constraint=Alternating(25))
+    return [*REQUESTS, GenerationRequest(tuple(range(40, 75)), None, constraint, logprobs=1)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A generation's events without times and drafts, and the session that it leaves."""
+
+    events: list[object]
+    tokens: list[int]
+    logits: torch.Tensor
+
+    @classmethod
+    def of(cls, generation: Generation) -> "Outcome":
+        events = list[object]()
+        for event in generation:
+            if isinstance(event, GeneratedToken):
+                events.append(replace(event, pieces=list(event.pieces)))
+            elif isinstance(event, Finished):
+                usage = event.usage
+                counts = (usage.prompt, usage.generated, usage.evicted)
+                events.append((event.reason, event.text, event.stop, event.end_token, counts))
+        session = generation.record.live
+        assert session.logits is not None
+        return cls(events, list(session.tokens), session.logits)
+
+    def require_same(self, other: "Outcome") -> None:
+        assert self.events == other.events
+        assert self.tokens == other.tokens
+        assert torch.equal(self.logits, other.logits)
+
+
+@pytest.mark.parametrize("kind", ["dense", "gemma3", "convolution"])
+@pytest.mark.parametrize("size", [400, 48])
+def test_generations_in_company_have_the_events_of_those_alone(kind: str, size: int) -> None:
+    model, settings = model_of(kind), {"max_kv_size": size, "policy": "sliding"}
+    with Engine(model, settings=settings) as engine:
+        alone = [Outcome.of(engine.generate(r, owner=str(i))) for i, r in enumerate(requests())]
+    drafts = Drafts(Random(size), [outcome.tokens for outcome in alone])
+    speculation = SpeculationOptions(enabled=True)
+    with drafts.used(), Engine(model, settings=settings, speculation=speculation) as engine:
+        submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate(requests())]
+        generations = [future.result()[0] for future in submitted]
+        for generation, expected in zip(generations, alone, strict=True):
+            Outcome.of(generation).require_same(expected)
+        totals = engine.totals().result()
+    assert 20 < totals.accepted < totals.drafted
+    counts = [generation.usage.drafts for generation in generations]
+    assert totals.drafted == sum(each.drafted for each in counts)
+    assert totals.accepted == sum(each.accepted for each in counts)
+
+
+def test_requests_choose_whether_to_speculate() -> None:
+    request = replace(
+        REQUESTS[2], max_tokens=30, ignore_eos=True, sampling=Sampling(logit_bias=FEW)
+    )
+    for default, choice, expected in (
+        (True, None, True),
+        (True, False, False),
+        (False, True, True),
+    ):
+        options = SpeculationOptions(enabled=default)
+        with Engine(model_of("dense"), speculation=options) as engine:
+            generation = engine.generate(replace(request, speculate=choice))
+            generation.text()
+            assert (generation.usage.drafts != DraftCounts()) is expected
+
+
+def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Model) -> None:
+    prompt = tuple(smollm2.text.encode("one two three four five six seven eight nine ten. " * 6))
+    request = GenerationRequest(prompt, 200, ignore_eos=True)
+    with Engine(smollm2, speculation=SpeculationOptions(enabled=True)) as engine:
+        generation = engine.generate(request, session=None)
+        reported = list[int]()
+        with suppress(Cancelled):
+            for event in generation:
+                if isinstance(event, GeneratedToken):
+                    reported.append(event.token)
+                    if len(reported) == 30:
+                        generation.cancel()
+        assert generation.generated == reported
+        assert list(generation.record.live.tokens) == [*prompt, *reported]
+        assert generation.usage.drafts.accepted > 5
+        again = engine.generate(replace(request, prompt=(*prompt, *reported), max_tokens=20))
+        text = again.text()
+        assert again.reuse.tokens >= len(prompt)
+    with Engine(smollm2) as engine:
+        whole = engine.generate(replace(request, max_tokens=len(reported) + 20))
+        whole.text()
+    assert [*reported, *again.generated] == whole.generated
+    assert text
