@@ -134,4 +134,5 @@ def _replica_config(
         compact_at=compact_at,
         prompt_rules=serving.prompt_rules,
         alignment=serving.alignment_options(),
+        speculation=serving.speculation_options(),
     )

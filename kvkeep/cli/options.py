@@ -167,7 +167,9 @@ JSON_OPTION = option("--json", is_flag=True, help="As JSON.")
 NO_PROGRESS_OPTION = option(is_flag=True, help="No progress bars.")
 QUIET_OPTION = option("-q", is_flag=True, help="No progress bars and no statistics.")
 SPECULATE_OPTION = option(
-    is_flag=True,
+    "--speculate/--no-speculate",
+    default=False,
+    show_default=True,
     help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
     "where it repeats itself.",
 )

@@ -12,6 +12,7 @@ from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions, keep_option, uses_prefix_cache
 from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import (
+    SPECULATE_OPTION,
     choice_option,
     command,
     compact_at_option,
@@ -29,6 +30,7 @@ from kvkeep.types import AlignmentMode, ContextPolicy
 if TYPE_CHECKING:
     from kvkeep import Model
     from kvkeep.session.alignment import AlignmentOptions
+    from kvkeep.session.drafts import SpeculationOptions
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _RULE_NAMES = ", ".join(
@@ -124,6 +126,7 @@ class ServingOptions:
         help="With this share of a prompt evaluated, no more is evaluated again after edits in "
         "place, beyond --reread tokens in all. 1 for no limit.",
     )
+    speculate: bool = SPECULATE_OPTION
     grace: float = option(
         metavar="SECONDS",
         type=click.FloatRange(0, 3600),
@@ -183,6 +186,11 @@ class ServingOptions:
         counts = (self.min_saved, self.reread, self.reread_share)
         return AlignmentOptions(self.alignment, *counts)
 
+    def speculation_options(self) -> "SpeculationOptions":
+        from kvkeep.session.drafts import SpeculationOptions
+
+        return SpeculationOptions(self.speculate)
+
     def uses_prefix_cache(self) -> bool:
         return uses_prefix_cache(self.memory, self.prefix_cache)
 
@@ -238,6 +246,7 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
         limits=Limits(memory=serving.max_bytes),
         share_prefixes=serving.uses_prefix_cache(),
         alignment=serving.alignment_options(),
+        speculation=serving.speculation_options(),
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
@@ -257,6 +266,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]
         folder=folder / "sessions",
         stores=folder / "prefixes" if serving.uses_prefix_cache() else None,
         alignment=serving.alignment_options(),
+        speculation=serving.speculation_options(),
     ) as engine:
         for line in engine.losses:
             say(line)

@@ -112,8 +112,8 @@ class Generation(Iterator[GenerationEvent]):
         if self._step_aligned:
             self._text = [*tokens, *self.request.prompt[reuse.tokens :]]
         if feeding is None:
-            self._prefill_start = time.perf_counter()
             self._begin_decode()
+            self._prefill_start = self._prefill_end
         if feeding is not None or reuse.tokens:
             self._emit_progress()
 

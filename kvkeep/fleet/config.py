@@ -9,6 +9,7 @@ from blake3 import blake3
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.types import ContextPolicy
 
 _MIN_SECRET_BYTES = 32  # in the file
@@ -36,8 +37,9 @@ class ReplicaConfig:
     context_policy: ContextPolicy = "refuse"  # for prompts longer than the context
     compact_at: float | None = None  # the part of a session beyond which a turn compacts it first
     prompt_rules: str = "default"  # see `kvkeep.chat.prompt_rules.select_rules`
-    # Of prompts that do not choose one.
+    # Of requests that do not choose one.
     alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvkeep.fleet.middleware import SessionMiddleware
 from kvkeep.model import Model
 from kvkeep.server.idempotency import COMPACTION_PATHS, IdempotencyMiddleware
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
@@ -35,13 +36,14 @@ class Replica:
         limits: Limits,
         share_prefixes: bool,
         alignment: AlignmentOptions | None = None,
+        speculation: SpeculationOptions | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ):
         """Open a store and start an engine over it.
 
         secret: authenticates shared prefixes. settings: defaults of new sessions. share_prefixes:
-        whether to share prefilled prefixes of prompts. alignment: see `Engine`. Raises
-        InvalidArgument and StoreError for an unusable store.
+        whether to share prefilled prefixes of prompts. alignment, speculation: see `Engine`.
+        Raises InvalidArgument and StoreError for an unusable store.
         """
         objects = open_object_store(store_url)
         # Unique to this process, even if containers share host names.
@@ -56,6 +58,7 @@ class Replica:
             stores=prefixes.for_owner if prefixes else None,
             snapshots=partial(SharedLabels, objects),
             alignment=alignment,
+            speculation=speculation,
         )
         sessions_of = partial(
             SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
@@ -125,6 +128,7 @@ class ReplicaServer:
             limits=Limits(memory=config.memory_bytes),
             share_prefixes=config.share_prefixes,
             alignment=config.alignment,
+            speculation=config.speculation,
             lease_seconds=config.lease_seconds,
         )
         model_name = config.alias or model.name.rpartition("/")[2]

@@ -44,11 +44,26 @@ class AlignmentFields(RequestBody):
         return replace(default, **alignment.model_dump(exclude_none=True))
 
 
+class OwnFields(AlignmentFields):
+    """kvkeep's own fields of requests for a generation.
+
+    speculate: whether to try tokens that the text has had before, which changes no bit of it; by
+    default as the server.
+    """
+
+    speculate: bool | None = None
+
+    def own_settings(self, context: RequestContext) -> dict[str, Any]:
+        """Return these fields as settings of a `GenerationRequest`."""
+        return {"alignment": self.alignment_options(context), "speculate": self.speculate}
+
+
 def own_fields(*usages: Usage) -> dict[str, Any]:
     """Return the field `x_kvkeep` of an answer; {} if there is nothing to report.
 
     It counts tokens of the prompt that were forgotten, and those that the model sampled for earlier
-    requests, and says how the prompt was aligned in place, or why it was not if that was asked for.
+    requests, and says how the prompt was aligned in place, or why it was not if that was asked for;
+    and how many tokens of drafts were right.
     """
     evicted = max(usage.evicted for usage in usages)
     fields: dict[str, Any] = {"forgotten_prompt_tokens": evicted} if evicted else {}
@@ -59,6 +74,9 @@ def own_fields(*usages: Usage) -> dict[str, Any]:
         fields |= _in_place_fields(aligned)
     elif reason := next((usage.reuse.not_in_place for usage in usages), ""):
         fields |= {"reuse": "exact", "not_in_place": reason}
+    if drafted := sum(usage.drafts.drafted for usage in usages):
+        accepted = sum(usage.drafts.accepted for usage in usages)
+        fields["speculation"] = {"accepted": accepted, "drafted": drafted}
     return {"x_kvkeep": fields} if fields else {}
 
 

@@ -176,6 +176,8 @@ class _EngineCollector(Collector):
         )
         yield counter("kvkeep_prompt_tokens_reused", "Reused prompt tokens.", totals.reused)
         yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.generated)
+        yield counter("kvkeep_draft_tokens", "Tokens of drafts that were tried.", totals.drafted)
+        yield counter("kvkeep_draft_tokens_accepted", "Those that were sampled.", totals.accepted)
         yield counter("kvkeep_reading_seconds", "Prefill time.", totals.prefill_seconds)
         yield counter("kvkeep_writing_seconds", "Decode time.", totals.decode_seconds)
         yield gauge("kvkeep_answers_working", "Generations in progress.", totals.running)

@@ -47,6 +47,7 @@ def batch(
     memory_bytes: int = options.size_option(
         default="4GB", help="Memory for the KV cache of all requests."
     ),
+    speculate: bool = options.SPECULATE_OPTION,
     settings: SessionOptions = session_options(keep_option()),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
@@ -81,7 +82,7 @@ def batch(
                 say_warnings(prepared)
             generation_requests = [request.generation_request for request in prepared]
             _require_memory(model, settings, generation_requests, memory_bytes)
-            with _open_engine(model, settings, memory_bytes, at_once) as engine:
+            with _open_engine(model, settings, memory_bytes, at_once, speculate) as engine:
                 run_batch(engine, prepared, at_once, results, report, output)
         report.close(output)
         if report.failed:
@@ -89,9 +90,10 @@ def batch(
 
 
 def _open_engine(
-    model: "Model", settings: SessionOptions, max_bytes: int, max_running: int
+    model: "Model", settings: SessionOptions, max_bytes: int, max_running: int, speculate: bool
 ) -> "Engine":
     from kvkeep.engine import Engine, Limits
+    from kvkeep.session.drafts import SpeculationOptions
 
     use_prefixes = uses_prefix_cache(settings.memory, settings.prefixes.prefix_cache)
     store = settings.prefixes.open_prefix_cache(model) if use_prefixes else None
@@ -100,6 +102,8 @@ def _open_engine(
         settings=settings.memory.settings(model),
         limits=Limits(memory=max_bytes, running=max_running, running_per_owner=max_running),
         stores=None if store is None else lambda owner: store,
+        # All answers together should be done soon; nothing waits for a single token.
+        speculation=SpeculationOptions(speculate, max_delay=None),
     )
 
 

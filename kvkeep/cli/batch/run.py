@@ -172,6 +172,8 @@ class BatchReport:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
+    accepted_tokens: int = 0  # of `drafted_tokens`, those that were sampled
+    drafted_tokens: int = 0
     seconds: float = 0.0
     finish_reason: str = "end"
 
@@ -183,14 +185,18 @@ class BatchReport:
         else:
             self.prompt_tokens += answer.finished.usage.prompt
             self.reused_tokens += answer.finished.usage.reuse.tokens
+            self.accepted_tokens += answer.finished.usage.drafts.accepted
+            self.drafted_tokens += answer.finished.usage.drafts.drafted
 
     def closing_line(self) -> str:
         total = f"{self.before + self.answered} of {plural(self.requests, 'answer')}"
         failed = f", {self.failed} failed" if self.failed else ""
         rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
+        accepted, drafted = self.accepted_tokens, self.drafted_tokens
+        drafts = f", {accepted} of {drafted} drafted" if drafted else ""
         return (
             f"{total}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
-            f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
+            f"generated {self.generated_tokens}{rate}{drafts} | {self.seconds:,.1f} s"
         )
 
     def close(self, output: OutputOptions) -> None:

@@ -66,11 +66,10 @@ def chat(
     if server is not None:
         if compact_at is not None:
             raise InvalidArgument("--compact-at of a chat on a server is an option of kvkeep serve")
-        if speculate:
-            raise InvalidArgument("--speculate is for local chats; leave it out with --server")
         from kvkeep.cli.chat.remote import chat_at_server
 
         settings = ChatSettings(session_options.sampling, token_limit)
+        settings.speculate = speculate if options.is_given("speculate") else None
         chat_at_server(server, api_key, session, system, session_options.memory, settings)
         return
     store = session_options.prefixes.store

@@ -80,12 +80,13 @@ def _flag(option: str) -> str:
     return "--" + {"continue_latest": "continue"}.get(option, option.replace("_", "-"))
 
 
-def _sampling_parameters(settings: ChatSettings) -> dict[str, Any]:
-    """Return the sampling parameters under their names in the server's API."""
+def _generation_fields(settings: ChatSettings) -> dict[str, Any]:
+    """Return the settings of an answer under their names in the server's API."""
     options = asdict(settings.sampling).items()
     parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
     limit = _SERVER_MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
-    return {**parameters, "max_tokens": limit}
+    speculation = {} if settings.speculate is None else {"speculate": settings.speculate}
+    return {**parameters, **speculation, "max_tokens": limit}
 
 
 class RemoteChatSession(RemoteSession):
@@ -187,7 +188,7 @@ class RemoteChat(ChatLoop):
 
     def run_turn(self, message: str) -> None:
         """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
-        sampling = _sampling_parameters(self.settings)
+        sampling = _generation_fields(self.settings)
         printer, display, has_started = self.new_printer(), QuotedReasoning(), False
         events = self._session.stream_turn(message, self._system, **sampling)
         try:

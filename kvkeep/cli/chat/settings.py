@@ -26,6 +26,7 @@ class ChatSettings:
     seed: int | None = None  # the one in use, at first that of a restored session
     defaults: "Sampling | None" = None  # of the model; None for a model on a server
     renders_markdown: bool = True  # or else answers are shown as they are
+    speculate: bool | None = None  # on a server; None for its default
     shows_status_line: bool = True  # below the prompt: the state of the memory
     _resolved_sampling: "Sampling | None" = field(default=None, repr=False)
 

@@ -43,13 +43,12 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
     pins = await pinned_prefixes(context, body, prompt)
-    alignment = body.alignment_options(context)
     request = GenerationRequest(
         tuple(prompt.ids),
         limit,
         pins=pins,
-        alignment=alignment,
         written_tokens=prompt.written_tokens,
+        **body.own_settings(context),
     )
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget

@@ -9,7 +9,7 @@ from kvkeep.chat.anthropic_messages import parse_chat
 from kvkeep.chat.anthropic_tools import hosted_tools
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.alignment import OwnFields
 from kvkeep.server.ignored_fields import FieldRules
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams, TokenLimit
 
@@ -96,7 +96,7 @@ class CountTokensRequest(RequestBody):
         return [str(tool["type"]) for tool in hosted_tools(self.tools)]
 
 
-class MessagesRequest(CountTokensRequest, AlignmentFields):
+class MessagesRequest(CountTokensRequest, OwnFields):
     max_tokens: TokenLimit
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.alignment import AlignmentFields, own_fields
+from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
@@ -37,7 +37,7 @@ class PromptObject(RequestBody):
 _Prompt = str | PromptObject | Annotated[list[TokenId | str], Field(max_length=1_000_000)]
 
 
-class LlamaCompletionRequest(SamplingParams, AlignmentFields):
+class LlamaCompletionRequest(SamplingParams, OwnFields):
     """A request.
 
     prompt: a text, token ids, or a list that mixes both; or a list of prompts, each of which gets
@@ -160,7 +160,7 @@ async def _start(
     request = replace(
         request,
         end_tokens=body.end_tokens(context.tokenizer),
-        alignment=body.alignment_options(context),
+        **body.own_settings(context),
     )
     if body.id_slot < 0:
         return await start_generations(context, request, [sampling])
@@ -208,7 +208,7 @@ class _LlamaOutput:
 
     def _final_fields(self, finished: Finished) -> dict[str, Any]:
         usage, body = finished.usage, self.body
-        own = set(AlignmentFields.model_fields) - body.model_fields_set  # not llama.cpp's
+        own = set(OwnFields.model_fields) - body.model_fields_set  # not llama.cpp's
         settings = body.model_dump(exclude={"prompt", *own, *(body.model_extra or {})})
         cached_tokens = usage.reuse.tokens
         return {

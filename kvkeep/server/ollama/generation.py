@@ -102,7 +102,7 @@ def _generation_request(
         tuple(ids),
         max_tokens,
         logprobs=body.requested_logprobs,
-        alignment=body.alignment_options(context),
+        **body.own_settings(context),
     )
 
 

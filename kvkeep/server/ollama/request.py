@@ -9,7 +9,7 @@ from kvkeep.chat.messages import Chat, MediaPart, Message, TextPart, normalized
 from kvkeep.chat.ollama_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.alignment import OwnFields
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.ignored_fields import FieldRules
@@ -36,7 +36,7 @@ class OllamaOptions(SamplingParams):
         return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
 
 
-class OllamaRequest(AlignmentFields):
+class OllamaRequest(OwnFields):
     """The fields that `/api/chat` and `/api/generate` share."""
 
     model: str = ""

@@ -39,7 +39,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         pins=body.pins(len(prompt.ids)),
-        alignment=body.alignment_options(context),
+        **body.own_settings(context),
         written_tokens=prompt.written_tokens,
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)

@@ -10,7 +10,7 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.alignment import OwnFields
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningFields
@@ -48,7 +48,7 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-class ChatRequest(CompletionParams, ReasoningFields, CacheFields, AlignmentFields):
+class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
     """A conversation, and how to answer it."""
 
     messages: Annotated[_Entries, Field(max_length=_MAX_MESSAGES)]

@@ -13,7 +13,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import FillInMiddle
-from kvkeep.server.alignment import AlignmentFields, own_fields
+from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.generation import STREAM_PATIENCE, start_batch
 from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.openai import usage
@@ -31,7 +31,7 @@ _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 _Count = Annotated[int | None, Field(ge=1, le=MAX_BATCH)]
 
 
-class CompletionRequest(CompletionParams, AlignmentFields):
+class CompletionRequest(CompletionParams, OwnFields):
     """A request.
 
     prompt: a text, token ids, or a list of texts and lists of token ids, each of which gets `n`
@@ -124,7 +124,7 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     prompts = await to_thread(body.encode_prompts, tokenizer)
     limit = service.max_tokens(body.token_limit)
     requests = [
-        replace(request, alignment=body.alignment_options(context))
+        replace(request, **body.own_settings(context))
         for request in body.generation_requests(prompts, tokenizer, limit)
     ]
     samplings = body.samplings(context.default_sampling, body.sample_count)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.alignment import OwnFields
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
@@ -30,7 +30,7 @@ class ContextManagement(RequestBody):
     compact_threshold: Annotated[int | None, Field(ge=1, le=2**40)] = None  # tokens of the prompt
 
 
-class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, AlignmentFields):
+class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, OwnFields):
     input: str | list[dict[str, Any]]
     instructions: str | list[dict[str, Any]] | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None

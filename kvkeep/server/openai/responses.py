@@ -191,7 +191,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             samplings[0],
             logprobs=body.logprob_count,
             pins=body.pins(len(prompt.ids)),
-            alignment=body.alignment_options(context),
+            **body.own_settings(context),
             written_tokens=prompt.written_tokens,
             whole_text=name is not None and not prepared_tokens,
         )

@@ -49,7 +49,8 @@ def total_usage(results_by_prompt: Sequence[Sequence[GenerationResult]]) -> dict
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
     prefill_ms, decode_ms = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
-    evaluated, generated = usage.evaluated, usage.generated
+    evaluated, generated, drafts = usage.evaluated, usage.generated, usage.drafts
+    draft_counts = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted}
     return {
         "cache_n": usage.reuse.tokens,
         "prompt_n": evaluated,
@@ -60,6 +61,7 @@ def llamacpp_timings(usage: Usage) -> dict[str, Any]:
         "predicted_ms": decode_ms,
         "predicted_per_token_ms": decode_ms / generated if generated else 0.0,
         "predicted_per_second": 1000 * generated / decode_ms if decode_ms else 0.0,
+        **(draft_counts if drafts.drafted else {}),
     }
 
 

@@ -83,17 +83,24 @@ class FeedRequest(SamplingParams):
 
 
 class GenerateRequest(FeedRequest):
+    """speculate: whether to try tokens that the text has had before; by default as the server."""
+
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 256
     ignore_eos: bool = False
+    speculate: bool | None = None
 
 
 class TurnRequest(SamplingParams):
-    """A user's turn. system: the system prompt, before the first turn only."""
+    """A user's turn.
+
+    system: the system prompt, before the first turn only. speculate: as of `GenerateRequest`.
+    """
 
     content: Annotated[str, Field(min_length=1)]
     system: str | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
     stream: bool = False
+    speculate: bool | None = None
 
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
@@ -114,7 +121,9 @@ async def generate(body: GenerateRequest, context: SessionDep) -> Response | dic
     ids = await to_thread(body.encode, context.service.model, context.notices, True)
     (sampling,) = body.samplings(context.default_sampling)
     request = GenerationRequest(
-        ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.name_span
+        *(ids, body.max_tokens, sampling, body.ignore_eos),
+        speculate=body.speculate,
+        on_end=body.name_span,
     )
     return await _run(request, context, body.stream)
 
@@ -153,7 +162,9 @@ def _turn_request(
         chat.name_turn(body.content, len(ids), num_generated)
         chat.end_turn()
 
-    return GenerationRequest(tuple(ids), body.max_tokens, sampling, on_end=on_end)
+    return GenerationRequest(
+        tuple(ids), body.max_tokens, sampling, speculate=body.speculate, on_end=on_end
+    )
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
