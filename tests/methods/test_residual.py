@@ -15,7 +15,7 @@ from torch import Tensor
 from kvkeep.cache import AttentionConfig, Cells, RaggedCells
 from kvkeep.compression.methods import clusters, residual
 from kvkeep.compression.methods.base import Candidates
-from kvkeep.compression.methods.clusters import Clusters, LayerCells
+from kvkeep.compression.methods.clusters import Clusters, HeadCells
 from kvkeep.compression.methods.residual import FitContext, residual_cells
 
 WIDTH = 16
@@ -65,9 +65,7 @@ def test_cells_that_repeat_become_one_cell_each() -> None:
     labels = torch.arange(40) % 4
     keys = points[labels][None]
     nothing_stays = torch.ones(1, 40, dtype=torch.bool)
-    cells = LayerCells(
-        keys, keys.clone(), torch.arange(40)[None], torch.zeros(1, 40), nothing_stays
-    )
+    cells = HeadCells(keys, keys.clone(), torch.arange(40)[None], torch.zeros(1, 40), nothing_stays)
     found = Clusters.of(cells, 8, torch.ones(1, WIDTH))
     means = found.mean_cells(torch.ones(1, 40), torch.float32)
     distances = torch.cdist(means.keys[means.used], points).min(1).values

@@ -1,4 +1,4 @@
-"""Clusters of the cells that the KV heads of a layer evict, and the mean cell of each cluster."""
+"""Clusters of the cells that KV heads evict, and the mean cell of each cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ ITERATIONS = 4  # of k-means
 POINTS = 8  # cells per cluster that k-means looks at before it assigns all
 VALUE_WEIGHT = 0.5  # of values in distances between cells, relative to keys
 MIN_SHARE = 1e-30  # of attention, so that a cell without any still has a place in a mean
-MAX_PRODUCTS = 2**22  # of cells and clusters at a time
+MAX_PRODUCTS = 2**20  # of cells and clusters at a time
 
 
 @dataclass(frozen=True)
-class LayerCells:
-    """The cells of one run in one layer, and which of them are evicted.
+class HeadCells:
+    """The cells of one run in some KV heads, and which of them are evicted.
 
-    keys, values: `[kv_heads, n, head_dim]` float32, keys rotated. positions: `[kv_heads, n]`.
-    bias: `[kv_heads, n]` float32; -inf where a head has fewer cells than others. evicted:
-    `[kv_heads, n]` bool.
+    keys, values: `[heads, n, head_dim]` float32, keys rotated. positions: `[heads, n]`.
+    bias: `[heads, n]` float32; -inf where a head has fewer cells than others. evicted:
+    `[heads, n]` bool.
     """
 
     keys: Tensor
@@ -30,21 +30,13 @@ class LayerCells:
     bias: Tensor
     evicted: Tensor
 
-    def heads(self, heads: slice) -> "LayerCells":
-        """Return the cells of some KV heads."""
-        tensors = (self.keys, self.values, self.positions, self.bias, self.evicted)
-        return LayerCells(*(x[heads] for x in tensors))
-
-
-FIELDS = ("keys", "values", "positions", "bias", "used")  # of `MeanCells`
-
 
 @dataclass(frozen=True)
 class MeanCells:
-    """One cell for each cluster of a layer.
+    """One cell for each cluster of some KV heads.
 
-    keys, values: `[kv_heads, count, head_dim]`, keys in the cells' data type. positions, bias:
-    `[kv_heads, count]`. used: `[kv_heads, count]` bool; the others are of clusters without cells.
+    keys, values: `[heads, count, head_dim]`, keys in the cells' data type. positions, bias:
+    `[heads, count]`. used: `[heads, count]` bool; the others are of clusters without cells.
     """
 
     keys: Tensor
@@ -54,17 +46,17 @@ class MeanCells:
     used: Tensor
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[MeanCells]") -> "MeanCells":
-        """Return the cells of several groups of KV heads."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in FIELDS))
+    def join(cls, parts: "Sequence[MeanCells]", layers: int) -> tuple[Cells, Tensor]:
+        """Return the cells of all KV heads, `[layers, kv_heads, count, ...]`, and which are used.
 
-    @staticmethod
-    def stack(layers: "list[MeanCells]") -> tuple[Cells, Tensor]:
-        """Return the cells of all layers, `[layers, kv_heads, count, ...]`, and which are used."""
+        parts: of groups of heads, those of layer 0 first.
+        """
+        rows = (
+            torch.cat([getattr(part, name) for part in parts])
+            for name in ("keys", "values", "positions", "bias", "used")
+        )
         keys, values, positions, bias, used = (
-            torch.stack([getattr(layer, name) for layer in layers]) for name in FIELDS
+            x.view(layers, len(x) // layers, *x.shape[1:]) for x in rows
         )
         serials = torch.full((keys.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu")
         return Cells(keys, values.to(keys.dtype), positions, serials, bias), used
@@ -72,20 +64,20 @@ class MeanCells:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters of a layer's evicted cells, at most `count` in each KV head.
+    """Clusters of evicted cells, at most `count` in each KV head.
 
-    labels: `[kv_heads, n]`, `0 ... count - 1`; without a meaning for cells that stay.
+    labels: `[heads, n]`, `0 ... count - 1`; without a meaning for cells that stay.
     """
 
-    cells: LayerCells
+    cells: HeadCells
     labels: Tensor
     count: int
 
     @classmethod
-    def of(cls, cells: LayerCells, count: int, key_scales: Tensor) -> "Clusters":
+    def of(cls, cells: HeadCells, count: int, key_scales: Tensor) -> "Clusters":
         """Cluster evicted cells by k-means.
 
-        key_scales: `[kv_heads, head_dim]`, the weight of each element of a key in distances.
+        key_scales: `[heads, head_dim]`, the weight of each element of a key in distances.
         """
         evicted = cells.evicted
         if not count or not evicted.any():
@@ -100,7 +92,7 @@ class Clusters:
     def mean_cells(self, shares: Tensor, dtype: torch.dtype) -> MeanCells:
         """Return each cluster's mean cell, with the log of its mass as bias.
 
-        shares: `[kv_heads, n]`, the weights of cells in the means of keys, values and positions.
+        shares: `[heads, n]`, the weights of cells in the means of keys, values and positions.
         """
         cells = self.cells
         weights = shares.clamp(min=MIN_SHARE) * cells.evicted
@@ -118,20 +110,20 @@ class Clusters:
 
 
 def _totals(labels: Tensor, weights: Tensor, count: int) -> Tensor:
-    """Return the sum of each cluster's weights, `[kv_heads, count]`."""
+    """Return the sum of each cluster's weights, `[heads, count]`."""
     totals = weights.new_zeros(len(labels), count)
     return totals.scatter_add_(1, labels, weights) if count else totals
 
 
 def _weighted_sums(labels: Tensor, weights: Tensor, x: Tensor, count: int) -> Tensor:
-    """Return the weighted sums over clusters of `x: [kv_heads, n, width]`."""
-    kv_heads, _, width = x.shape
-    sums = x.new_zeros(kv_heads * count, width)
+    """Return the weighted sums over clusters of `x: [heads, n, width]`."""
+    heads, _, width = x.shape
+    sums = x.new_zeros(heads * count, width)
     if count:
-        first_rows = torch.arange(kv_heads, dtype=torch.int64, device=x.device).unsqueeze(1) * count
+        first_rows = torch.arange(heads, dtype=torch.int64, device=x.device).unsqueeze(1) * count
         rows = (x * weights.unsqueeze(-1)).view(-1, width)
         sums.index_add_(0, (labels + first_rows).view(-1), rows)
-    return sums.view(kv_heads, count, width)
+    return sums.view(heads, count, width)
 
 
 def _parts(products: int, n: int) -> list[slice]:
@@ -140,10 +132,10 @@ def _parts(products: int, n: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
-def _features(cells: LayerCells, key_scales: Tensor) -> Tensor:
+def _features(cells: HeadCells, key_scales: Tensor) -> Tensor:
     """Return what cells are clustered by: scaled keys, centred values, and a one.
 
-    Returns `[kv_heads, n, 2 head_dim + 1]`.
+    Returns `[heads, n, 2 head_dim + 1]`.
     """
     evicted = cells.evicted.unsqueeze(-1).float()
     shares = evicted / evicted.sum(1, keepdim=True).clamp(min=1)
@@ -157,9 +149,9 @@ def _features(cells: LayerCells, key_scales: Tensor) -> Tensor:
 
 
 def _k_means(features: Tensor, masses: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Return each cell's cluster, `[kv_heads, n]`.
+    """Return each cell's cluster, `[heads, n]`.
 
-    features: `[kv_heads, n, width]`, the last element 1. masses: `[kv_heads, n]`, the weights of
+    features: `[heads, n, width]`, the last element 1. masses: `[heads, n]`, the weights of
     cells in means, 0 for those that stay. labels: the first clusters.
     """
     stride = max(1, features.shape[1] // (POINTS * count))
@@ -181,6 +173,6 @@ def _k_means(features: Tensor, masses: Tensor, labels: Tensor, count: int) -> Te
 
 
 def _nearest(features: Tensor, centres: Tensor) -> Tensor:
-    """Return the index of the centre with the largest product with each row, `[kv_heads, n]`."""
+    """Return the index of the centre with the largest product with each row, `[heads, n]`."""
     parts = _parts(len(features) * centres.shape[1], features.shape[1])
     return torch.cat([(features[:, part] @ centres.mT).argmax(-1) for part in parts], -1)

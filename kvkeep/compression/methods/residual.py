@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import AttentionConfig, Cells, RaggedCells
-from kvkeep.cache.rope import Rotation
 from kvkeep.compression.methods.attention import group_by_kv_head
 from kvkeep.compression.methods.base import Candidates
-from kvkeep.compression.methods.clusters import MIN_SHARE, Clusters, LayerCells, MeanCells
+from kvkeep.compression.methods.clusters import MIN_SHARE, Clusters, HeadCells, MeanCells
 
 SHARE = 0.1  # of the compressed cells of a KV head
-MAX_WEIGHTS = 2**22  # attention weights computed at a time
+MAX_WEIGHTS = 2**20  # attention weights computed at a time, so that they stay in the CPU caches
 RIDGE = 1e-2  # penalty of a fitted value's distance from the mean, relative to the mean square
 
 
@@ -54,47 +53,49 @@ def residual_cells(
         _RunSource.of(run, mask, context)
         for run, mask in zip((*runs, *unchanged), (*masks, *(None for _ in unchanged)), strict=True)
     ]
-    dtype = runs[0].cells.keys.dtype
-    layers, kv_heads = runs[0].layers_and_heads
-    num_weights = sum(source.weights_per_head for source in sources)
-    step = max(1, MAX_WEIGHTS // max(1, num_weights))
-    layers_by_run: list[list[MeanCells]] = [[] for _ in runs]
-    for layer in range(layers):
-        key_scales = _key_scales(runs[0], layer)
-        results = []
-        for heads in (slice(start, start + step) for start in range(0, kv_heads, step)):
-            parts = [source.layer(layer, heads) for source in sources]
-            clusters = [
-                Clusters.of(part.cells, count, key_scales[heads])
-                for part, count in zip(parts, counts, strict=False)
-            ]
-            if context is None:
-                results.append([each.mean_cells(each.cells.bias.exp(), dtype) for each in clusters])
-                continue
-            sinks = context.attention.sinks
-            head_sinks = None if sinks is None else sinks[layer].view(kv_heads, -1)[heads]
-            results.append(_fit(parts, clusters, dtype, context.attention.softcap, head_sinks))
-        for run_layers, run_results in zip(layers_by_run, zip(*results, strict=True), strict=True):
-            run_layers.append(MeanCells.concatenate(run_results))
-    return [_marked(RaggedCells.select_from(*MeanCells.stack(each))) for each in layers_by_run]
+    (layers, kv_heads), dtype = runs[0].layers_and_heads, runs[0].cells.keys.dtype
+    key_scales = _key_scales(runs[0])
+    sinks = None
+    if context is not None and context.attention.sinks is not None:
+        sinks = context.attention.sinks.view(layers * kv_heads, -1)
+    step = max(1, MAX_WEIGHTS // max(1, sum(source.weights_per_head for source in sources)))
+    heads_by_run: list[list[MeanCells]] = [[] for _ in runs]
+    for start in range(0, layers * kv_heads, step):
+        heads = slice(start, start + step)
+        parts = [source.part(heads) for source in sources]
+        clusters = [
+            Clusters.of(part.cells, count, key_scales[heads])
+            for part, count in zip(parts, counts, strict=False)
+        ]
+        if context is None:
+            results = [each.mean_cells(each.cells.bias.exp(), dtype) for each in clusters]
+        else:
+            head_sinks = None if sinks is None else sinks[heads]
+            results = _fit(parts, clusters, dtype, context.attention.softcap, head_sinks)
+        for run_heads, run_results in zip(heads_by_run, results, strict=True):
+            run_heads.append(run_results)
+    return [
+        _marked(RaggedCells.select_from(*MeanCells.join(run_heads, layers)))
+        for run_heads in heads_by_run
+    ]
 
 
 def _marked(cells: RaggedCells) -> RaggedCells:
     return replace(cells, residual=torch.ones(cells.total, dtype=torch.bool, device="cpu"))
 
 
-def _key_scales(run: Candidates, layer: int) -> Tensor:
-    """Return how much each element of a key counts in distances, `[kv_heads, head_dim]`.
+def _key_scales(run: Candidates) -> Tensor:
+    """Return how much each element of a key counts in distances, `[heads, head_dim]`.
 
     That is the root of the mean square of the queries' element, and 1 if no queries are
     known. Both elements of a pair that RoPE rotates have the same, so that it holds
     at all positions.
     """
-    kv_heads, width = run.layers_and_heads[1], run.cells.keys.shape[-1]
+    (layers, kv_heads), width = run.layers_and_heads, run.cells.keys.shape[-1]
     if run.queries is None:
-        return torch.ones(kv_heads, width, dtype=torch.float32, device=run.cells.keys.device)
-    vectors = group_by_kv_head(run.queries.vectors[layer : layer + 1], kv_heads)
-    squares = vectors[0].square().mean(1)
+        shape = layers * kv_heads, width
+        return torch.ones(shape, dtype=torch.float32, device=run.cells.keys.device)
+    squares = group_by_kv_head(run.queries.vectors, kv_heads).flatten(0, 1).square().mean(1)
     half = width // 2
     pairs = (squares[..., :half] + squares[..., half:]) / 2
     scales: Tensor = torch.cat((pairs, pairs), -1).sqrt().to(run.cells.keys.device)
@@ -102,17 +103,17 @@ def _key_scales(run: Candidates, layer: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _LayerPart:
-    """One run's cells in some KV heads of a layer, and the queries that attend to them.
+class _HeadsPart:
+    """One run's cells in some KV heads, and the queries that attend to them.
 
-    queries: `[kv_heads, rows, head_dim]` float32, rotated and scaled; None if they are not known.
+    queries: `[heads, rows, head_dim]` float32, rotated and scaled; None if they are not known.
     """
 
-    cells: LayerCells
+    cells: HeadCells
     queries: Tensor | None
 
     def logits(self, keys: Tensor, bias: Tensor, softcap: float) -> Tensor:
-        """Return the logits of keys with biases, `[kv_heads, rows, n]` float32."""
+        """Return the logits of keys with biases, `[heads, rows, n]` float32."""
         assert self.queries is not None
         bias = bias.unsqueeze(1)
         if not softcap:
@@ -124,81 +125,72 @@ class _LayerPart:
 class _RunSource:
     """One run's cells in all layers, and the queries that attend to them.
 
-    cells: compressed. mask: the cells that stay; None for all.
+    cells: compressed. mask: the cells that stay; None for all. queries: as of `_HeadsPart`, of all
+    KV heads, those of layer 0 first.
     """
 
-    run: Candidates
     cells: Cells
     mask: Tensor | None
-    rotation: Rotation | None
-    scale: float
+    queries: Tensor | None
 
     @classmethod
     def of(cls, run: Candidates, mask: Tensor | None, context: FitContext | None) -> "_RunSource":
         cells = run.cells.to_compressed_format()
         if context is None:
-            return cls(run, cells, mask, None, 0.0)
+            return cls(cells, mask, None)
         assert run.queries is not None, "no queries to fit to"
+        vectors = run.queries.vectors.float().unsqueeze(-2)
         rotation = run.rope.rotation_at(run.queries.times)
-        return cls(run, cells, mask, rotation, context.attention.scale)
+        rotated = run.rope.rotate_layers(vectors, rotation).squeeze(-2)
+        grouped = group_by_kv_head(rotated * context.attention.scale, run.layers_and_heads[1])
+        return cls(cells, mask, grouped.flatten(0, 1))
 
     @property
     def weights_per_head(self) -> int:
         """How many attention weights one KV head has."""
-        queries, cells = self.run.queries, self.cells
-        if queries is None:
-            return len(cells)
+        cells = self.cells
         count = cells.max_count if isinstance(cells, RaggedCells) else len(cells)
-        groups = queries.vectors.shape[1] // self.run.layers_and_heads[1]
-        return count * groups * len(queries)
+        return count if self.queries is None else count * self.queries.shape[1]
 
-    def layer(self, layer: int, heads: slice) -> _LayerPart:
-        cells = (
-            _padded_layer(self.cells, self.mask, layer, heads)
-            if isinstance(self.cells, RaggedCells)
-            else _dense_layer(self.cells, self.mask, layer, heads)
-        )
-        return _LayerPart(cells, None if self.rotation is None else self._queries(layer)[heads])
-
-    def _queries(self, layer: int) -> Tensor:
-        """Return a layer's scaled queries as the run sees them, `[kv_heads, rows, head_dim]`."""
-        queries, rotation = self.run.queries, self.rotation
-        assert queries is not None
-        assert rotation is not None
-        vectors = queries.vectors[layer].float().unsqueeze(-2)
-        rotated = self.run.rope.rotate_layer(layer, vectors, rotation).squeeze(-2)
-        return group_by_kv_head(rotated[None] * self.scale, self.run.layers_and_heads[1])[0]
+    def part(self, heads: slice) -> _HeadsPart:
+        """Return the cells and queries of some KV heads."""
+        if isinstance(self.cells, RaggedCells):
+            cells = _padded_heads(self.cells, self.mask, heads)
+        else:
+            cells = _dense_heads(self.cells, self.mask, heads)
+        return _HeadsPart(cells, None if self.queries is None else self.queries[heads])
 
 
-def _dense_layer(cells: Cells, mask: Tensor | None, layer: int, heads: slice) -> LayerCells:
+def _dense_heads(cells: Cells, mask: Tensor | None, heads: slice) -> HeadCells:
     assert cells.bias is not None
-    bias = cells.bias[layer, heads]
-    evicted = torch.zeros_like(bias, dtype=torch.bool) if mask is None else ~mask[layer, heads]
-    keys, values = (x[layer, heads].float() for x in (cells.keys, cells.values))
-    return LayerCells(keys, values, cells.positions[layer, heads], bias, evicted)
+    keys, values, positions, bias = (
+        x.flatten(0, 1)[heads] for x in (cells.keys, cells.values, cells.positions, cells.bias)
+    )
+    evicted = torch.zeros_like(bias, dtype=torch.bool)
+    if mask is not None:
+        evicted = ~mask.flatten(0, 1)[heads]
+    return HeadCells(keys.float(), values.float(), positions, bias, evicted)
 
 
-def _padded_layer(cells: RaggedCells, mask: Tensor | None, layer: int, heads: slice) -> LayerCells:
-    """Return the cells of a layer, each head with as many as the largest."""
+def _padded_heads(cells: RaggedCells, mask: Tensor | None, heads: slice) -> HeadCells:
+    """Return the cells of some heads, each head with as many as the largest."""
     assert cells.bias is not None
-    counts = cells.counts[layer, heads].unsqueeze(1)
-    ends = cells.counts.flatten().cumsum(0).view_as(cells.counts)[layer, heads].unsqueeze(1)
+    counts, starts = cells.counts.flatten()[heads], cells.offsets[:-1][heads]
     columns = torch.arange(int(counts.max()), dtype=torch.int64, device="cpu")
-    exists = columns < counts
-    rows = torch.where(exists, ends - counts + columns, 0)
+    exists = columns < counts.unsqueeze(1)
+    rows = torch.where(exists, starts.unsqueeze(1) + columns, 0)
     device = cells.keys.device
     device_rows, device_exists = rows.to(device), exists.to(device)
     keys, values = (x[device_rows].float() for x in (cells.keys, cells.values))
     bias = cells.bias[device_rows].masked_fill(~device_exists, -torch.inf)
-    if mask is None:
-        evicted = torch.zeros_like(device_exists)
-    else:
+    evicted = torch.zeros_like(device_exists)
+    if mask is not None:
         evicted = device_exists & ~mask.to(device)[device_rows]
-    return LayerCells(keys, values, cells.positions[rows], bias, evicted)
+    return HeadCells(keys, values, cells.positions[rows], bias, evicted)
 
 
 def _fit(
-    parts: Sequence[_LayerPart],
+    parts: Sequence[_HeadsPart],
     clusters: Sequence[Clusters],
     dtype: torch.dtype,
     softcap: float,
@@ -206,7 +198,7 @@ def _fit(
 ) -> list[MeanCells]:
     """Return the cells of each part's clusters, fitted to what the queries got from evicted cells.
 
-    parts: all cells that the queries attend to; first those with clusters. sinks: `[kv_heads,
+    parts: all cells that the queries attend to; first those with clusters. sinks: `[heads,
     groups]`.
 
     With p a query's attention weights over all cells, E the evicted ones and w the weights that it
@@ -248,25 +240,25 @@ def _fit(
     ]
 
 
-def _output(parts: Sequence[_LayerPart], weights: Sequence[Tensor]) -> Tensor:
-    """Return the sum of weighted values, `[kv_heads, rows, head_dim]`."""
+def _output(parts: Sequence[_HeadsPart], weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of weighted values, `[heads, rows, head_dim]`."""
     pairs = zip(parts, weights, strict=True)
     return torch.stack([part_weights @ part.cells.values for part, part_weights in pairs]).sum(0)
 
 
 def _attention_weights(
-    parts: Sequence[_LayerPart], softcap: float, sinks: Tensor | None
+    parts: Sequence[_HeadsPart], softcap: float, sinks: Tensor | None
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """Return attention weights, `[kv_heads, rows, n]` of each part's cells.
+    """Return attention weights, `[heads, rows, n]` of each part's cells.
 
-    Also the log-sums, `[kv_heads, rows, 1]`.
+    Also the log-sums, `[heads, rows, 1]`.
     """
     logits = [part.logits(part.cells.keys, part.cells.bias, softcap) for part in parts]
     counts = [part_logits.shape[-1] for part_logits in logits]
     if sinks is not None:
-        kv_heads, rows, _ = logits[0].shape
+        heads, rows, _ = logits[0].shape
         column = sinks.float().repeat_interleave(rows // sinks.shape[1], 1)
-        logits.append(column.view(kv_heads, rows, 1))
+        logits.append(column.view(heads, rows, 1))
     all_logits = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
     largest = all_logits.amax(-1, keepdim=True)
     weights = all_logits.softmax(-1)
@@ -277,7 +269,7 @@ def _attention_weights(
 def _ridge(weights: Tensor, target: Tensor, means: Tensor) -> Tensor:
     """Return values v for which `weights @ v` is near the target, and v near the means; float32.
 
-    weights: `[kv_heads, rows, count]`. target: `[kv_heads, rows, head_dim]`. A cluster without
+    weights: `[heads, rows, count]`. target: `[heads, rows, head_dim]`. A cluster without
     cells has weights of 0.
     """
     if not means.shape[1]:
