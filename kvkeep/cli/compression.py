@@ -111,6 +111,8 @@ def calibrate(
     expected_attention and fitted get better with one. Policy archive uses the default calibration
     of a model if there is one; pass a file written by --output to other commands as --calibration.
 
+    From 8,960 tokens on it also makes the basis that the codecs small and smaller store cells in.
+
     Progress is kept in FILE.kvcal.unfinished: the same command resumes an interrupted run.
     """
     content = read_nonempty_text(text)
@@ -148,3 +150,24 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
             f"{output}: {size_bytes / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
             f"held-out text: {calibration.r_squared:.2f}"
         )
+    _measure_basis(model, ids, quiet)
+
+
+def _measure_basis(model: "Model", ids: list[int], quiet: bool) -> None:
+    """Make the basis of the codecs small and smaller, if the text is long enough."""
+    from kvkeep.evaluate import basis as measure
+    from kvkeep.storage.lossy.basis import add_basis
+
+    if len(ids) < (needed := measure.min_basis_tokens()):
+        if not quiet:
+            say(f"no basis for the codecs small and smaller: that needs {needed:,} tokens")
+        return
+    total_tokens = measure.count_basis_tokens(model, len(ids))
+    with progress_bar(total_tokens, not quiet, desc="basis", unit="tok", leave=False) as bar:
+
+        def report_progress(token_count: int) -> None:
+            bar.update(token_count)
+
+        path = add_basis(measure.measure_basis(model, ids, report_progress))
+    if not quiet:
+        say(f"{path}: basis of the codecs small and smaller")

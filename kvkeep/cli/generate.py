@@ -44,10 +44,8 @@ def generate(
     restore_prompt: Path | None = options.file_option(
         help="Continue from a file that --cache-prompt wrote."
     ),
-    codec: "Codec" = options.choice_option(
-        memory.CODEC_NAMES,
-        "For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
-        default=memory.CODEC_NAMES[0],
+    codec: "Codec | None" = options.choice_option(
+        memory.CODEC_NAMES, memory.CODEC_HELP, show_default="exact, or as it was saved"
     ),
     settings: memory.SessionOptions = memory.session_options(
         memory.keep_option(
@@ -76,8 +74,8 @@ def generate(
             "--session already loads and saves the session: leave out --cache-prompt and "
             "--restore-prompt (`kvkeep sessions import` creates a session from such a file)"
         )
-    if options.is_given("codec") and cache_prompt is None:
-        raise InvalidArgument("--codec sets the format of --cache-prompt: use both")
+    if codec is not None and cache_prompt is None and session is None:
+        raise InvalidArgument("--codec is for a saved session: use --session or --cache-prompt too")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
     store = settings.prefixes.store
@@ -100,14 +98,19 @@ def generate(
         run = SessionRun("generate", opened, output, sampling.seed)
         if session_file is not None:
             label = f"session {session}"
-            run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
+            saved_codec = codec or opened.codec
+            run.writer = SessionWriter(
+                opened.session, session_file, label, opened.notes, saved_codec
+            )
         if snapshot_file is not None:
             apply_keep(opened, settings.memory.keep)
         with run.reporting():
             _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
                 label = str(cache_prompt)
-                run.writer = SessionWriter(opened.session, cache_prompt, label, opened.notes, codec)
+                run.writer = SessionWriter(
+                    opened.session, cache_prompt, label, opened.notes, codec or "none"
+                )
                 run.writer.write()
                 reason = "end"
             else:

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 # Listed here because the modules that define them import torch, which would slow down --help.
 EVICTING_POLICIES = ("sliding", "shift", "archive")  # these never evict the first `keep` tokens
 POLICY_NAMES = get_args(PolicyName)
-CODEC_NAMES = ("none", "zstd", "int8")
+CODEC_NAMES = ("exact", "small", "smaller", "zstd", "int8", "none")
 BIT_NAMES = get_args(BitsName)
+
+CODEC_HELP = (
+    "Format of the saved cells: zstd is smaller and still exact; small and smaller are 5 and 8 "
+    "times smaller and round them; int8 twice."
+)
 
 MEMORY_SECTION = "Memory"  # heading of these options in the help
 SINKS = 4  # attention sinks: first tokens that are never evicted

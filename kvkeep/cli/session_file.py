@@ -43,6 +43,7 @@ class OpenedSession:
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values saved beside the session
     restored_tokens: int = 0  # number of tokens from the file
     seed: int | None = None  # of sampling, as saved in the file
+    codec: "Codec" = "none"  # of the file
 
 
 def resume(file: ReadablePath, memory: MemoryOptions, progress: bool) -> OpenedSession:
@@ -76,7 +77,8 @@ def resume(file: ReadablePath, memory: MemoryOptions, progress: bool) -> OpenedS
     if is_given("checkpoint_bytes"):
         session.checkpoint_bytes = memory.checkpoint_bytes
     notes, seed = checked_notes(file, snapshot), snapshot.sampler.get("seed")
-    return OpenedSession(model, session, notes, len(snapshot.tokens), seed)
+    codec = cast("Codec", snapshot.codec)
+    return OpenedSession(model, session, notes, len(snapshot.tokens), seed, codec)
 
 
 def restore(
@@ -168,7 +170,8 @@ class SessionWriter:
     """Writes a session to its file atomically.
 
     label: the session or file, for messages. notes: JSON values saved beside the session, as they
-    are when the file is written. saved_bytes: the file's size; None before the first save.
+    are when the file is written. codec: of the file. saved_bytes: the file's size; None before the
+    first save.
     """
 
     def __init__(
@@ -179,10 +182,13 @@ class SessionWriter:
         notes: dict[str, Any],
         codec: "Codec" = "none",
     ):
+        """Raises InvalidArgument if the session cannot be stored by the codec."""
         self.label, self.notes = label, notes
         self.saved_bytes: int | None = None
         self._saved_seconds = 0.0
-        self._session, self._file, self._codec = session, file, codec
+        session.snapshot().require_codec(codec)  # before any work is done
+        self.codec = codec
+        self._session, self._file = session, file
         self._is_changed = session.watch()  # a function: whether it changed since
 
     def switch_to(self, session: "Session", notes: dict[str, Any]) -> None:
@@ -217,6 +223,6 @@ class SessionWriter:
         with interrupts_deferred(only_first=True):
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
-            self.saved_bytes = snapshot.save(file, self._codec)
+            self.saved_bytes = snapshot.save(file, self.codec)
             self._saved_seconds = time.perf_counter() - start
             self._is_changed = self._session.watch()

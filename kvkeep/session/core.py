@@ -29,13 +29,15 @@ class SessionState:
     A state in use is never changed: a call changes a `successor`, and may fail at any point.
 
     memory: the tokens and their cells. spans: token ranges by name. keep_whole_prompt: whether
-    `keep` will be set to the length of the first prompt, which has not been fed yet.
+    `keep` will be set to the length of the first prompt, which has not been fed yet. rounded: the
+    codec by which cells were rounded in a file, or "".
     """
 
     memory: Memory
     sampler: Sampler = field(default_factory=Sampler)
     spans: Mapping[str, TokenRange] = field(default_factory=dict)
     keep_whole_prompt: bool = False
+    rounded: str = ""
 
     def successor(self) -> "SessionState":
         """Return a copy to change and then use in place of this state; see `KVCache.successor`."""

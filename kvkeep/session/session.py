@@ -243,7 +243,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         memory, prefill_step = state.memory, snapshot.settings["prefill_step"]
         session = cls(model, memory.policy, prefill_step, store, memory.bits)
         session.core.state = state
-        session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
+        session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.rounded)
         return session
 
     @computes_in_worker
@@ -284,7 +284,8 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         core = self.core
         count = validation.integer("count", count, 0, len(self.tokens))
         spans, whole_prompt = core.state.spans, core.state.keep_whole_prompt
-        state = SessionState(core.memory.beginning(count), Sampler(), spans, whole_prompt)
+        memory, rounded = core.memory.beginning(count), core.state.rounded
+        state = SessionState(memory, Sampler(), spans, whole_prompt, rounded)
         state.truncate_spans(count)
         return self._with_state(state)
 

@@ -39,6 +39,7 @@ def take_snapshot(core: SessionCore) -> Snapshot:
         local_layout=None if cache.local_cache is None else cache.local_cache.layout.plain,
         bits=state.memory.bits,
         arithmetic=model.arithmetic,
+        rounded=state.rounded,
     )
 
 
@@ -71,7 +72,8 @@ def restore_state(
         spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
         memory = Memory.from_state(model.decoder, policy, snapshot.bits, snapshot.memory)
         sampler = Sampler.from_state(snapshot.sampler)
-        return SessionState(memory, sampler, spans, settings["keep_whole_prompt"])
+        keep_whole_prompt = settings["keep_whole_prompt"]
+        return SessionState(memory, sampler, spans, keep_whole_prompt, snapshot.rounded)
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from random import Random
 import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.sealed import assemble, mutate, take_apart
+from lossy_basis import random_basis
 from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Session, Snapshot
+from kvkeep.storage.lossy.basis import add_basis
 
 MODEL = small_model()
 WINDOW_MODEL = small_model(spec=local_spec())
@@ -85,6 +87,13 @@ def with_states() -> Session:
     return session
 
 
+def rounded() -> Session:
+    add_basis(random_basis(MODEL))
+    session = MODEL.session(policy="full")
+    session.feed(TEXT)
+    return session
+
+
 SESSIONS: dict[str, Callable[[], Session]] = {
     constructor.__name__: constructor
     for constructor in (
@@ -98,15 +107,19 @@ SESSIONS: dict[str, Callable[[], Session]] = {
         with_windows,
         with_states,
         with_residual_cells,
+        rounded,
     )
 }
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_damaged_snapshot_continues_or_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_continues_or_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))  # with the basis of rounded cells
     path = tmp_path / "a.kvkeep"
     saved = SESSIONS[name]()
-    saved.snapshot().save(path)
+    saved.snapshot().save(path, "small" if name == "rounded" else "exact")
     model = saved.core.model
     original = path.read_bytes()
     assert take_apart(assemble(take_apart(original))) == take_apart(original)

@@ -3,16 +3,19 @@
 `golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
 `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`, and
 `golden-residual.kvkeep`, by format 8, likewise with `residual()`,
+`golden-rounded.kvkeep`, by format 9, and its basis, likewise with `rounded()`,
 `golden-windows.kvkeep` and `golden-states.kvkeep`, by format 7, likewise with `checkpoints()`,
 and `golden-prefix-checkpoint.kvcheckpoint` with `prefix_checkpoint(folder)`.
 Do not write them again: they prove that later versions still read old files.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from lossy_basis import random_basis
 from small_models import local_spec, small_model, small_spec, state_specs
 
 from kvkeep import PrefixStore, Sampling
@@ -21,6 +24,7 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.session.session import Session
+from kvkeep.storage.lossy.basis import add_basis
 
 PATH = Path(__file__).parent.parent / "data" / "golden-v1.kvkeep"
 TEXT = list(b"This was said long ago, and is not forgotten: the file is old, the reader new.")
@@ -80,6 +84,15 @@ def residual() -> None:
     print(session.snapshot().save(PATH.with_name("golden-residual.kvkeep")), "bytes")
     sampling = Sampling(0.8, seed=5)
     print("next:", [session.next_token(sampling) for _ in range(12)])
+
+
+def rounded() -> None:
+    """Write a snapshot with the codec small, and its basis."""
+    basis = add_basis(random_basis(golden_model()))
+    session = golden_model().session(policy="full")
+    session.feed(TEXT)
+    print(session.snapshot().save(PATH.with_name("golden-rounded.kvkeep"), "small"), "bytes")
+    shutil.copy(basis, PATH.with_name(f"golden-{basis.name}"))
 
 
 def checkpoints() -> None:

@@ -122,7 +122,7 @@ def test_a_newer_format_raises_newer_format(tmp_path: Path) -> None:
         path, "snapshot", 99, {"written by": "a later release"}, {"unknown": torch.ones(3)}
     )
     for read in (Snapshot.load, read_snapshot_document):
-        with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 8"):
+        with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 9"):
             read(path)
 
 

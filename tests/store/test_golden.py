@@ -113,6 +113,23 @@ def test_the_count_of_each_kv_head_is_restored() -> None:
     assert session.token_status[30:34] == ["pinned"] * 4
 
 
+def test_a_file_of_rounded_cells_is_decoded_with_its_basis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (basis,) = PATH.parent.glob("golden-*.kvbasis")
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    (tmp_path / "bases").mkdir()
+    shutil.copy(basis, tmp_path / "bases" / basis.name.removeprefix("golden-"))
+    session = restore(PATH.with_name("golden-rounded.kvkeep"))
+    exact = golden_model().session(policy="full")
+    exact.feed(TEXT)
+    (segment,), (other,) = session.cache.segments, exact.cache.segments
+    for cells, expected in ((segment.block.slots.keys, other.block.slots.keys),):
+        difference = (cells[:, :, : len(TEXT)] - expected[:, :, : len(TEXT)]).abs()
+        assert difference[:, :, :4].max() < 1e-4  # attention sinks
+        assert 0.01 < difference.max() < 0.5
+
+
 def test_a_calibration_of_an_earlier_release_loads() -> None:
     path = PATH.with_name("golden-calibration.kvkeep")
     model = model_with_tokenizer_of(read_container(path, "calibration", 1).document["fingerprint"])

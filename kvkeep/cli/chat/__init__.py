@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 from kvkeep.cli import options
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnlyCommand
-from kvkeep.cli.memory import SINKS, MemoryOptions, SessionOptions, keep_option, session_options
+from kvkeep.cli.memory import (
+    CODEC_HELP,
+    CODEC_NAMES,
+    SINKS,
+    MemoryOptions,
+    SessionOptions,
+    keep_option,
+    session_options,
+)
 from kvkeep.cli.session_file import UNREAD_KEY, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument, StoreError
@@ -17,6 +25,7 @@ from kvkeep.storage.snapshots.header import read_summary
 
 if TYPE_CHECKING:
     from kvkeep import Model
+    from kvkeep.storage.snapshots.codec import Codec
 
 
 @options.command(
@@ -43,6 +52,9 @@ def chat(
         "-n", minimum=-1, default=1024, help="Maximum tokens of an answer; -1: no limit."
     ),
     compact_at: float | None = options.compact_at_option(),
+    codec: "Codec | None" = options.choice_option(
+        CODEC_NAMES, CODEC_HELP, show_default="exact, or as it was saved"
+    ),
     speculate: bool = options.SPECULATE_OPTION,
     session_options: SessionOptions = session_options(keep_option(default=None)),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
@@ -66,6 +78,8 @@ def chat(
     if server is not None:
         if compact_at is not None:
             raise InvalidArgument("--compact-at of a chat on a server is an option of kvkeep serve")
+        if codec is not None:
+            raise InvalidArgument("--codec of a chat on a server is an option of kvkeep serve")
         from kvkeep.cli.chat.remote import chat_at_server
 
         settings = ChatSettings(session_options.sampling, token_limit)
@@ -95,7 +109,10 @@ def chat(
             )
         if session_file is not None:
             label = f"session {session}"
-            run.writer = SessionWriter(opened.session, session_file, label, opened.notes)
+            saved_codec = codec or opened.codec
+            run.writer = SessionWriter(
+                opened.session, session_file, label, opened.notes, saved_codec
+            )
             run.writer.switch_to(opened.session, {CHAT_NOTES_KEY: conversation.notes})
         if source is not None:
             apply_keep(opened, session_options.memory.keep)

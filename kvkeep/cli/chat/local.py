@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.chat.quoted_reasoning import QuotedReasoning
 from kvkeep.cli.chat.branches import Branches, branch_session_names
@@ -16,6 +16,9 @@ from kvkeep.cli.session_file import SessionWriter
 from kvkeep.cli.store import open_session_store
 from kvkeep.errors import InvalidArgument, KvkeepError, Locked, StoreError
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
+
+if TYPE_CHECKING:
+    from kvkeep.storage.snapshots.codec import Codec
 
 
 @dataclass
@@ -79,7 +82,8 @@ class LocalChat(ChatLoop):
             if file.exists():
                 raise InvalidArgument(f"session {name} already exists; use another name")
             notes = {CHAT_NOTES_KEY: self.branches.current.notes}
-            run.writer = SessionWriter(run.session, file, label, notes)
+            codec: Codec = run.writer.codec if run.writer else "none"
+            run.writer = SessionWriter(run.session, file, label, notes, codec)
             run.writer.write()
         if run.writer is None:
             raise InvalidArgument("this chat has no name yet: use /save NAME")
@@ -135,11 +139,18 @@ class LocalChat(ChatLoop):
                 saved.writer.save()
             else:
                 name = chat_writer.label.removeprefix("session ")
-                self._saved_branches[branch] = self._save_as_new(name, branch, conversation, notes)
+                self._saved_branches[branch] = self._save_as_new(
+                    name, branch, conversation, notes, chat_writer.codec
+                )
                 say(f"branch {branch} is saved as {self._saved_branches[branch].writer.label}")
 
     def _save_as_new(
-        self, chat_name: str, branch_name: str, conversation: Conversation, notes: dict[str, Any]
+        self,
+        chat_name: str,
+        branch_name: str,
+        conversation: Conversation,
+        notes: dict[str, Any],
+        codec: "Codec",
     ) -> _SavedBranch:
         """Save a branch under the first unused name, and keep its lock."""
         for name in branch_session_names(chat_name, branch_name):
@@ -150,7 +161,8 @@ class LocalChat(ChatLoop):
                     continue
                 if file.exists():
                     continue
-                writer = SessionWriter(conversation.session, file, f"session {name}", notes)
+                label = f"session {name}"
+                writer = SessionWriter(conversation.session, file, label, notes, codec)
                 writer.write()
                 return _SavedBranch(name, writer, self._locks.enter_context(lock.pop_all()))
         raise AssertionError("unreachable: the generator is infinite")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep import Snapshot
     from kvkeep.models.text.codec import TextCodec
 
-_HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells")
+_HEADER_FIELDS = ("model", "policy", "max_kv_size", "tokens", "cells", "rounded")
 
 
 @command("list")
@@ -71,7 +71,8 @@ def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
     if row["error"] is not None:
         return (*file_cells, "-", "-", "-", f"({row['error']})")
     cells = f"{row['cells']:,} of {row['max_kv_size']:,}"
-    return (*file_cells, f"{row['tokens']:,}", cells, row["policy"], row["model"])
+    policy = f"{row['policy']}, {row['rounded']}" if row["rounded"] else row["policy"]
+    return (*file_cells, f"{row['tokens']:,}", cells, policy, row["model"])
 
 
 @command()
@@ -129,6 +130,8 @@ def _description(file: ReadablePath, snapshot: "Snapshot") -> Iterator[tuple[str
     yield "policy", f"{policy['name']}: {settings}"
     if bits := snapshot.bits.kv or snapshot.bits.far:
         yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", except in the window")
+    if snapshot.rounded:
+        yield "rounded", f"by codec {snapshot.rounded}: it does not continue exactly"
     count = _compressed_cell_count(snapshot)
     compressed = f", the others compressed to {plural(count, 'cell')}" if count else ""
     yield "tokens", f"{num_tokens:,}, {snapshot.cells - count:,} of them in the cache{compressed}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.memory import CODEC_NAMES
+from kvkeep.cli.memory import CODEC_HELP, CODEC_NAMES
 from kvkeep.cli.model_options import SAVED_MODEL_OPTION, load_by_name
 from kvkeep.cli.options import choice_option, command, file_option, integer_option, option
 from kvkeep.cli.output import format_mb, plural
@@ -81,9 +81,7 @@ def _notes_at(notes: dict[str, Any], num_tokens: int) -> dict[str, Any]:
 def export(
     name: str,
     file: Path,
-    codec: "Codec | None" = choice_option(
-        CODEC_NAMES, "zstd is smaller, int8 still smaller but not exact.", show_default="as it is"
-    ),
+    codec: "Codec | None" = choice_option(CODEC_NAMES, CODEC_HELP, show_default="as it is"),
     store: str | None = STORE_OPTION,
 ) -> None:
     """Write a session to a file, to import on another machine."""

@@ -1,19 +1,21 @@
-"""Codecs of keys and values in snapshot files: plain, lossless zstd, or 8 bits."""
+"""Codecs of keys and values in snapshot files: plain, zstd, 8 bits, or in a basis of the model."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 import zstandard
 from torch import Tensor
 
-from kvkeep.cache.checks import require_tensor
+from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.tensors import tensor_bytes
+from kvkeep.storage.lossy.basis import LOSSY_CODECS, CellBasis, find_basis
+from kvkeep.storage.lossy.cells import CodedCells, decode_cells, encode_cells
 
-Codec = Literal["none", "zstd", "int8"]
+Codec = Literal["exact", "none", "zstd", "int8", "small", "smaller"]
 CODECS: tuple[str, ...] = get_args(Codec)
 _ZSTD_LEVEL = 1  # level 3 gives a larger result for keys and values, in twice the time
 # Real keys and values shrink to about half. Larger expansions (a decompression bomb) are refused.
@@ -22,15 +24,20 @@ _MIN_SCALE, _MAX_SCALE = 1e-7, 65504.0  # the range of float16
 
 
 def encode(
-    tensors: Mapping[str, Tensor], codec: str
+    tensors: Mapping[str, Tensor],
+    codec: str,
+    uniform: Collection[str] = (),
+    basis: CellBasis | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Encode the keys and values among a snapshot's tensors.
+
+    uniform: name prefixes of cells that a basis can code: those of all layers that attend to the
+    whole text, not quantised, one for each token. Others are compressed without loss. basis: for
+    the codecs small and smaller.
 
     Returns the tensors to store, and for `decode` how each of the encoded ones is encoded, by name.
     All others are small, and stay plain for other safetensors readers.
     """
-    if codec not in CODECS:
-        raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
     stored: dict[str, Tensor] = {}
     encodings: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
@@ -39,10 +46,19 @@ def encode(
             continue
         dtype = str(tensor.dtype).removeprefix("torch.")
         encodings[name] = {"codec": codec, "dtype": dtype, "shape": list(tensor.shape)}
-        if codec == "zstd":
-            stored[f"{name}.zstd"] = _compress(tensor.cpu())
-        else:
+        prefix, _, kind = name.rpartition(".")
+        if codec in LOSSY_CODECS and prefix in uniform:
+            assert basis is not None
+            positions = tensors[f"{prefix}.positions"]
+            coded = encode_cells(tensor.cpu(), positions, basis, basis.steps[codec], kind == "keys")
+            stored |= _frames(name, coded)
+            sizes = [len(frame) for frame in coded.frames]
+            encodings[name] |= {"basis": basis.digest, "frames": sizes}
+        elif codec == "int8":
             stored[f"{name}.int8"], stored[f"{name}.scale"] = _quantise(tensor)
+        else:
+            encodings[name]["codec"] = "zstd"
+            stored[f"{name}.zstd"] = _compress(tensor.cpu())
     return stored, encodings
 
 
@@ -55,12 +71,60 @@ def decode(
         dtype = getattr(torch, encoding["dtype"])
         if encoding["codec"] == "zstd":
             tensors[name] = _decompress(tensors.pop(f"{name}.zstd"), dtype, encoding["shape"])
+        elif encoding["codec"] in LOSSY_CODECS:
+            tensors[name] = _decode_frames(name, encoding, tensors)
         else:
             quantised, scale = tensors.pop(f"{name}.int8"), tensors.pop(f"{name}.scale")
             require_tensor(f"{name}.int8", quantised, torch.int8, *encoding["shape"])
             require_tensor(f"{name}.scale", scale, torch.float16, *encoding["shape"][:-1], 1)
             tensors[name] = (quantised * scale.float()).to(dtype)
     return tensors
+
+
+def checked_codec(codec: str) -> Codec:
+    """Return a codec; "none" for "exact". Raises InvalidArgument for an unknown one."""
+    if codec not in CODECS:
+        raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
+    return "none" if codec == "exact" else cast(Codec, codec)
+
+
+def _frames(name: str, coded: CodedCells) -> dict[str, Tensor]:
+    """Return the tensors of coded keys or values."""
+    frames = bytearray(b"".join(coded.frames))
+    return {
+        f"{name}.frames": torch.frombuffer(frames, dtype=torch.uint8),
+        f"{name}.exact": coded.exact,
+        f"{name}.exact_cells": coded.exact_cells,
+    }
+
+
+def _decode_frames(name: str, encoding: Mapping[str, Any], tensors: dict[str, Tensor]) -> Tensor:
+    """Return the keys or values of frames, whose tensors are removed."""
+    basis, (prefix, _, kind) = find_basis(encoding["basis"]), name.rpartition(".")
+    frames, exact = tensors.pop(f"{name}.frames"), tensors.pop(f"{name}.exact")
+    exact_cells, positions = tensors.pop(f"{name}.exact_cells"), tensors[f"{prefix}.positions"]
+    layers, kv_heads, count, head_dim = encoding["shape"]
+    layout = basis.layout
+    sizes, expected = (
+        (layers, kv_heads, head_dim),
+        (layout.layers, layout.kv_heads, layout.head_dim),
+    )
+    require(sizes == expected, f"{name} has cells of another shape than its basis")
+    dtype = getattr(torch, encoding["dtype"])
+    require(dtype == layout.dtype, f"{name} has another dtype than its basis")
+    require_tensor(f"{prefix}.positions", positions, torch.int64, count)
+    require_tensor(f"{name}.exact_cells", exact_cells, torch.int32, None)
+    require_tensor(f"{name}.exact", exact, dtype, layers, kv_heads, len(exact_cells), head_dim)
+    require_tensor(f"{name}.frames", frames, torch.uint8, sum(encoding["frames"]))
+    coded = CodedCells(tuple(_split(tensor_bytes(frames), encoding["frames"])), exact_cells, exact)
+    return decode_cells(coded, positions, basis, basis.steps[encoding["codec"]], kind == "keys")
+
+
+def _split(content: bytes, sizes: Collection[int]) -> Iterator[bytes]:
+    first = 0
+    for size in sizes:
+        yield content[first : first + size]
+        first += size
 
 
 def _compress(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Checks of the JSON document in a snapshot file: types and ranges of its fields."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ def check_document(document: Mapping[str, Any]) -> None:
     """
     for name, expected_type in _FIELD_TYPES.items():
         _require_type(name, document[name], expected_type)
+    _require_type("rounded", document.get("rounded", ""), str)
     for name in ("bits", "notes", "arithmetic"):
         _require_type(name, document.get(name, {}), dict)
     for name in ("tokens", "serial"):
@@ -157,11 +159,21 @@ def _check_runs(runs: Any) -> None:
 def _check_encoding(name: str, encoding: Any) -> None:
     """Check how a tensor is encoded, as `codec.encode` returns it. name: of the tensor."""
     _require_type(f"the coding of {name}", encoding, dict)
-    require(encoding["codec"] in ("zstd", "int8"), f"{name} has an unknown codec")
+    codecs = ("zstd", "int8", "small", "smaller")
+    require(encoding["codec"] in codecs, f"{name} has an unknown codec")
     dtype_of(encoding["dtype"])
     _require_type("shape", encoding["shape"], list)
     for size in encoding["shape"]:
         require_int(f"the shape of {name}", size, 0, MAX_CELLS)
+    if encoding["codec"] in ("small", "smaller"):
+        require(len(encoding["shape"]) == 4, f"{name} is not of cells of all heads")
+        require(
+            re.fullmatch("[0-9a-f]{32}", encoding["basis"]) is not None,
+            f"{name} has the basis {encoding['basis']!r:.80}",
+        )
+        _require_type(f"the frames of {name}", encoding["frames"], list)
+        for size in encoding["frames"]:
+            require_int(f"a frame of {name}", size, 1, MAX_EXACT_INT)
 
 
 def _require_type(name: str, value: Any, expected: type) -> None:

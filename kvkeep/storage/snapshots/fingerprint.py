@@ -175,13 +175,13 @@ class Exactness:
         return not self.differs
 
     @classmethod
-    def of(cls, saved: Mapping[str, str], current: Mapping[str, str], codec: str) -> "Exactness":
+    def of(cls, saved: Mapping[str, str], current: Mapping[str, str], rounded: str) -> "Exactness":
         """Compare the arithmetic of a snapshot with that of this machine.
 
         saved, current: the kernels, threads and weights of each, by name, as in
-        `LoadedModel.arithmetic`; {} if not saved. codec: of the file that was loaded.
+        `LoadedModel.arithmetic`; {} if not saved. rounded: the codec that rounded cells, or "".
         """
-        differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
+        differs = [f"cells: rounded by codec {rounded}"] if rounded else []
         if not saved:
             return cls((*differs, _NO_ARITHMETIC))
         if saved.get("kernels") in _RENAMED_KERNELS:

@@ -25,10 +25,11 @@ from kvkeep.errors import (
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.objects.paths import ReadablePath, as_path
 
-SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 8  # kind and newest format of snapshot files
+SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 9  # kind and newest format of snapshot files
 NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_ROUNDED_BEFORE = {"int8": "int8"}  # files of earlier releases say so by their codec alone
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
@@ -152,6 +153,7 @@ class SnapshotSummary:
     tokens: int  # of its history, including forgotten ones
     cells: int  # in memory
     notes: dict[str, Any]  # of the application
+    rounded: str = ""  # the codec that rounded its cells
 
 
 def read_summary(path: str | ReadablePath) -> SnapshotSummary:
@@ -166,9 +168,10 @@ def read_summary(path: str | ReadablePath) -> SnapshotSummary:
             document["tokens"],
             sum(entry["length"] for entry in segments if not entry.get("local", False)),
             document.get("notes", {}),
+            document.get("rounded", _ROUNDED_BEFORE.get(document["codec"], "")),
         )
         types = [type(value) for value in vars(summary).values()]
-        if types != [str, str, int, int, int, dict]:
+        if types != [str, str, int, int, int, dict, str]:
             raise TypeError(summary)
     except (LookupError, TypeError, AttributeError) as error:
         raise CorruptFile(

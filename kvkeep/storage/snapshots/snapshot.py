@@ -13,14 +13,15 @@ from torch import Tensor
 from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
 from kvkeep.cache.checkpoint import Checkpoints
 from kvkeep.cache.checks import require, require_tensor
-from kvkeep.errors import CorruptFile
+from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
+from kvkeep.storage.lossy.basis import LOSSY_CODECS, CellBasis, newest_basis
 from kvkeep.storage.objects.paths import ReadablePath, WritablePath, as_path
 from kvkeep.storage.snapshots.checkpoints import (
     checkpoints_entry,
     read_checkpoints,
     window_shapes,
 )
-from kvkeep.storage.snapshots.codec import Codec, decode, encode
+from kvkeep.storage.snapshots.codec import Codec, checked_codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
 from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT, SNAPSHOT_KIND, read_document
@@ -34,6 +35,7 @@ from kvkeep.storage.snapshots.segments import (
     segment_tensors,
 )
 
+ROUNDING_CODECS = ("int8", *LOSSY_CODECS)
 _STATE_PREFIX = "recurrent."  # of the names of recurrent states
 
 
@@ -48,7 +50,8 @@ class Snapshot:
     logits. sampler: the seed and the random generator's state. layout, local_layout: of the cells
     before quantisation; local_layout is None if the model has no local layers. bits: of the cells.
     arithmetic: the kernels, threads and weights that computed them; empty in files of earlier
-    releases. codec: of the file that the snapshot was loaded from. created: seconds since 1970.
+    releases. codec: of the file that the snapshot was loaded from. rounded: the codec by which its
+    cells were once rounded, or "". created: seconds since 1970.
     notes: JSON values of the application, such as a chat's settings; the library ignores them.
     """
 
@@ -63,6 +66,7 @@ class Snapshot:
     bits: Bits = field(default_factory=Bits)
     arithmetic: dict[str, str] = field(default_factory=dict)
     codec: str = "none"
+    rounded: str = ""
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -138,11 +142,15 @@ class Snapshot:
     def save(self, path: str | Path | WritablePath, codec: Codec = "none") -> int:
         """Write the snapshot atomically; return the size of the file in bytes.
 
-        path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep. codec: "none"
-        is fastest to load; "zstd" is smaller, slower and still exact; "int8" stores keys and values
-        in 8 bits and is not exact. Raises StoreError if the file cannot be written; then the
-        existing file is unchanged.
+        path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep. codec: "exact"
+        (or "none") is fastest to load; "zstd" is smaller, slower and still exact. "small" and
+        "smaller" round keys and values in the basis that `kvkeep calibrate` made for the model, and
+        "int8" to 8 bits: a session restored from such a file is not exact. Raises InvalidArgument
+        if there is no basis, or the cells are quantised already, and StoreError if the file cannot
+        be written; then the existing file is unchanged.
         """
+        codec = checked_codec(codec)
+        basis = self._basis() if codec in LOSSY_CODECS else None
         memory, cache = self.memory, self.memory.cache
         tensors: dict[str, Tensor] = {}
         for index, segment in enumerate((*cache.segments, *cache.local_segments)):
@@ -155,7 +163,8 @@ class Snapshot:
         states = cache.recurrent_states.items()
         tensors |= {f"{_STATE_PREFIX}{name}": state for name, state in states}
         checkpoints, checkpoint_tensors = checkpoints_entry(memory.checkpoints, cache)
-        stored, encodings = encode(tensors | checkpoint_tensors, codec)
+        uniform = [f"segment.{i}" for i, s in enumerate(cache.segments) if not s.compressed]
+        stored, encodings = encode(tensors | checkpoint_tensors, codec, uniform, basis)
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
             "fingerprint": self.fingerprint,
@@ -178,18 +187,36 @@ class Snapshot:
             "created": self.created,
             "notes": self.notes,
         }
+        if rounded := codec if codec in ROUNDING_CODECS else self.rounded:
+            document["rounded"] = rounded
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
         if memory.checkpoints != Checkpoints():
             document["checkpoints"] = checkpoints
-        return write_container(as_path(path), SNAPSHOT_KIND, self._min_format, document, stored)
+        return write_container(
+            as_path(path), SNAPSHOT_KIND, self._min_format(codec), document, stored
+        )
 
-    @property
-    def _min_format(self) -> int:
-        """The oldest format whose readers know everything in this snapshot."""
+    def require_codec(self, codec: Codec) -> None:
+        """Raise InvalidArgument if the snapshot cannot be saved by a codec."""
+        if checked_codec(codec) in LOSSY_CODECS:
+            self._basis()
+
+    def _basis(self) -> CellBasis:
+        """Return the basis to code cells in. Raises InvalidArgument if there can be none."""
+        if self.bits != Bits():
+            raise InvalidArgument(
+                "the codecs small and smaller round cells of 16 bits, and this session stores them "
+                "in fewer already: use exact or zstd"
+            )
+        return newest_basis(self.fingerprint)
+
+    def _min_format(self, codec: Codec) -> int:
+        """Return the oldest format whose readers know everything in this snapshot."""
         segments = self.segments
         compressed = any(segment.compressed for segment in segments)
         is_format_needed = {
+            9: codec in LOSSY_CODECS,
             8: any(has_residual_cells(segment) for segment in segments),
             7: bool(self.checkpoints.entries),
             6: bool(self.recurrent),
@@ -226,6 +253,8 @@ def _translated_errors(path: object) -> Iterator[None]:
     """Raise CorruptFile in place of any error that invalid content causes."""
     try:
         yield
+    except StoreError:  # the basis is not here
+        raise
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CorruptFile(
             f"{path} is corrupt: its checksums match, but its contents are invalid ({error!r}). "
@@ -266,9 +295,11 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
     memory.check_consistency()
     checkpoints.check(cache, document["tokens"], quantised_local_layout)
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
-    later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
+    later_names = {"arithmetic", "notes", "rounded"} & document.keys()  # earlier files lack them
+    rounded = {"rounded": document["codec"]} if document["codec"] in ROUNDING_CODECS else {}
     return Snapshot(
-        **{name: document[name] for name in (*names, *later_names)},
+        **rounded,
+        **{name: document[name] for name in (*names, *later_names - rounded.keys())},
         settings={k: v for k, v in settings.items() if k not in ("pins", "window")},
         memory=memory,
         layout=layout,

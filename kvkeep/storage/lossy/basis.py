@@ -1,0 +1,223 @@
+"""A basis: the components in which cells of one model are coded, measured by `kvkeep calibrate`.
+
+Keys before rotation, and values, of some layers together are a few hundred correlated numbers. In
+a basis of their principal components most of them are almost 0. Directions are weighted by how
+much they change predictions, so that one step serves all components.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvkeep.cache import Layout
+from kvkeep.cache.checks import require, require_finite, require_tensor
+from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
+from kvkeep.models.hub.library import home
+from kvkeep.storage.files.tensors import tensor_bytes
+from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.document import layout_of
+from kvkeep.storage.snapshots.header import read_document
+
+LossyCodec = Literal["small", "smaller"]
+LOSSY_CODECS: tuple[LossyCodec, ...] = get_args(LossyCodec)
+BASIS_KIND, BASIS_FORMAT = "basis", 1
+_SUFFIX = ".kvbasis"
+_MAX_COMPONENTS = 2**20
+
+
+@dataclass(frozen=True)
+class GroupBasis:
+    """The components of the keys or the values of some neighbouring layers.
+
+    mean: `[width]` float32, for width = layers x kv_heads x head_dim of the group. decode:
+    `[components, width]` float16; a vector is the mean plus its coefficients times `decode`.
+    encode: `[width, components]` float16; the coefficients are (vector - mean) times `encode`.
+    """
+
+    mean: Tensor
+    decode: Tensor
+    encode: Tensor
+
+    @property
+    def components(self) -> int:
+        return self.decode.shape[0]
+
+    @cached_property
+    def encode_matrix(self) -> Tensor:
+        """`encode` in float32."""
+        return self.encode.float()
+
+    @cached_property
+    def decode_matrix(self) -> Tensor:
+        """`decode` in float32."""
+        return self.decode.float()
+
+
+@dataclass(frozen=True)
+class CellBasis:
+    """The components of the cells of a model's layers.
+
+    fingerprint, model: of the model. layout: of its cells. layers: of a group. steps: of the
+    coefficients, by codec. frequencies: `[layers, head_dim / 2]` float64, in radians per position;
+    0 in layers without rotation. keys, values: by group, the first layers first.
+    """
+
+    fingerprint: Mapping[str, str]
+    model: str
+    layout: Layout
+    layers: int
+    steps: Mapping[str, float]
+    frequencies: Tensor
+    keys: tuple[GroupBasis, ...]
+    values: tuple[GroupBasis, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all that decoding needs; files name their basis by it."""
+        fields = (self.layers, sorted(self.steps.items()), sorted(self.fingerprint.items()))
+        hasher = blake3(repr(fields).encode())
+        for name, tensor in sorted(self._tensors().items()):
+            if not name.endswith(".encode"):
+                hasher.update(tensor_bytes(tensor))
+        return hasher.hexdigest()[:32]
+
+    def layer_groups(self) -> list[slice]:
+        """Return the layers of each group."""
+        total = self.layout.layers
+        starts = range(0, total, self.layers)
+        return [slice(start, min(start + self.layers, total)) for start in starts]
+
+    def save(self, path: Path) -> int:
+        """Write the file atomically; return its size in bytes. Raises StoreError."""
+        sizes = {name: getattr(self.layout, name) for name in ("layers", "kv_heads", "head_dim")}
+        document = {
+            "fingerprint": dict(self.fingerprint),
+            "model": self.model,
+            "layout": {**sizes, "dtype": str(self.layout.dtype).removeprefix("torch.")},
+            "layers": self.layers,
+            "steps": dict(self.steps),
+        }
+        return write_container(path, BASIS_KIND, BASIS_FORMAT, document, self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {"frequencies": self.frequencies}
+        for name in ("keys", "values"):
+            for index, group in enumerate(getattr(self, name)):
+                tensors[f"{name}.{index}.mean"] = group.mean
+                tensors[f"{name}.{index}.decode"] = group.decode
+                tensors[f"{name}.{index}.encode"] = group.encode
+        return tensors
+
+
+def load_basis(path: Path) -> CellBasis:
+    """Read a basis and verify every byte of it. Raises StoreError and its kinds."""
+    container = read_container(path, BASIS_KIND, BASIS_FORMAT)
+    try:
+        return _from_saved(container.document, container.tensors)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptFile(f"{path} is corrupt: {error!r} while it was loaded") from error
+
+
+def _from_saved(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CellBasis:
+    layout, layers, steps = layout_of(document["layout"]), document["layers"], document["steps"]
+    require(type(layers) is int and 1 <= layers <= layout.layers, f"groups of {layers!r} layers")
+    for codec in LOSSY_CODECS:
+        step = steps[codec]
+        require(isinstance(step, float) and 0 < step < math.inf, f"a step of {step!r}")
+    frequencies = tensors["frequencies"]
+    shape = layout.layers, layout.head_dim // 2
+    require_tensor("frequencies", frequencies, torch.float64, *shape)
+    require_finite("frequencies", frequencies)
+    groups: dict[str, list[GroupBasis]] = {"keys": [], "values": []}
+    for name, members in groups.items():
+        for index, start in enumerate(range(0, layout.layers, layers)):
+            group_layers = min(layers, layout.layers - start)
+            width = group_layers * layout.kv_heads * layout.head_dim
+            members.append(_group(f"{name}.{index}", width, tensors))
+    return CellBasis(
+        document["fingerprint"],
+        document["model"],
+        layout,
+        layers,
+        {codec: steps[codec] for codec in LOSSY_CODECS},
+        frequencies,
+        tuple(groups["keys"]),
+        tuple(groups["values"]),
+    )
+
+
+def _group(name: str, width: int, tensors: Mapping[str, Tensor]) -> GroupBasis:
+    parts = [tensors[f"{name}.{part}"] for part in ("mean", "decode", "encode")]
+    components = parts[1].shape[0]
+    require(components <= _MAX_COMPONENTS, f"{components} components")
+    require_tensor(f"{name}.mean", parts[0], torch.float32, width)
+    require_tensor(f"{name}.decode", parts[1], torch.float16, components, width)
+    require_tensor(f"{name}.encode", parts[2], torch.float16, width, components)
+    for part in parts:
+        require_finite(name, part)
+    return GroupBasis(*parts)
+
+
+def add_basis(basis: CellBasis) -> Path:
+    """Add a basis to those of this machine; return its file. Raises StoreError.
+
+    Earlier ones of the model stay, since files that were coded with them need them.
+    """
+    path = _folder() / f"{basis.digest}{_SUFFIX}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            basis.save(path)
+        os.utime(path)
+    except OSError as error:
+        raise StoreError(f"{path.parent} cannot be written: {error.strerror}") from error
+    return path
+
+
+def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
+    """Return the newest basis of a model. Raises InvalidArgument without one."""
+    paths = sorted(_folder().glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(paths):
+        document = read_document(path, BASIS_KIND, BASIS_FORMAT)
+        if document.get("fingerprint") == dict(fingerprint):
+            return _load_cached(path)
+    raise InvalidArgument(
+        "the codecs small and smaller need a basis of this model, which `kvkeep calibrate` makes; "
+        "run it, or use exact or zstd"
+    )
+
+
+def find_basis(digest: str) -> CellBasis:
+    """Return the basis that a file names. Raises StoreError if this machine does not have it."""
+    path = _folder() / f"{digest}{_SUFFIX}"
+    if not path.exists():
+        raise StoreError(
+            f"the cells are coded with basis {digest[:12]}, which is not here: copy {path.name} "
+            f"from the folder of bases of the machine that wrote them to {path.parent}"
+        )
+    basis = _load_cached(path)
+    if basis.digest != digest:
+        raise CorruptFile(f"{path} has the digest {basis.digest}, which differs from its name")
+    return basis
+
+
+def forget_cached() -> None:
+    """Read bases anew when they are needed next."""
+    _load_cached.cache_clear()
+
+
+def _folder() -> Path:
+    return home() / "bases"
+
+
+@lru_cache(maxsize=2)
+def _load_cached(path: Path) -> CellBasis:
+    return load_basis(path)

@@ -1,0 +1,159 @@
+"""The codecs small and smaller: cells in a basis of the model, rounded to a step."""
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lossy_basis import STEP, random_basis
+from small_models import local_spec, small_model, state_specs, unrotated_spec
+
+from kvkeep import Session, Snapshot
+from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
+from kvkeep.model import Model
+from kvkeep.storage.lossy import basis as lossy_basis
+from kvkeep.storage.lossy.basis import add_basis, load_basis
+from kvkeep.storage.lossy.cells import BLOCK_CELLS, decode_cells, encode_cells
+from kvkeep.storage.lossy.packing import pack, unpack
+from kvkeep.storage.snapshots.header import read_summary
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(600)]
+INTEGERS = st.integers(0, 2**32).map(lambda seed: drawn_integers(random.Random(seed)))
+
+
+def drawn_integers(rng: random.Random) -> np.ndarray:
+    components, count = rng.randrange(1, 40), rng.randrange(1, 80)
+    bounds = [rng.choice((0, 1, 2, 7, 8, 127, 128, 32767)) for _ in range(components)]
+    rows = [[rng.randint(-bound, bound) for _ in range(count)] for bound in bounds]
+    return np.array(rows, np.int16)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of bases of an empty home."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    lossy_basis.forget_cached()
+    yield tmp_path / "home" / "bases"
+    lossy_basis.forget_cached()
+
+
+def full_session(model: Model = MODEL, tokens: int = 300) -> Session:
+    session = model.session(policy="full")
+    session.feed(TEXT[:tokens])
+    return session
+
+
+@given(INTEGERS)
+def test_packed_integers_are_unpacked(integers: np.ndarray) -> None:
+    assert np.array_equal(unpack(pack(integers), *integers.shape), integers)
+
+
+@given(INTEGERS, st.integers(0, 2**32))
+def test_a_damaged_frame_is_refused_or_has_as_many_numbers(integers: np.ndarray, seed: int) -> None:
+    rng, frame = random.Random(seed), bytearray(pack(integers))
+    for _ in range(rng.randrange(1, 4)):
+        frame[rng.randrange(len(frame))] = rng.randrange(256)
+    del frame[rng.randrange(len(frame) // 2, len(frame) + 1) :]
+    with suppress(ValueError):
+        assert unpack(bytes(frame), *integers.shape).shape == integers.shape
+
+
+@pytest.mark.parametrize("group_layers", [1, 2, 3])
+def test_cells_err_by_less_than_a_step_and_blocks_decode_by_themselves(group_layers: int) -> None:
+    model = small_model(spec=unrotated_spec())
+    basis = random_basis(model, group_layers)
+    cells = full_session(model, 600).cache.segments[0].view(0, 600)
+    for vectors, is_key in ((cells.keys, True), (cells.values, False)):
+        coded = encode_cells(vectors, cells.positions, basis, STEP, is_key)
+        decoded = decode_cells(coded, cells.positions, basis, STEP, is_key)
+        exact = coded.exact_cells.long()
+        assert set(range(4)) <= set(exact.tolist())
+        assert torch.equal(decoded[:, :, exact], vectors[:, :, exact])
+        error = (decoded - vectors).square().mean().sqrt()
+        assert error < 0.4 * STEP + 2e-3 * vectors.square().mean().sqrt()
+        assert sum(map(len, coded.frames)) < vectors.numel()
+        last = slice(2 * BLOCK_CELLS, 600)
+        is_last = exact >= last.start
+        alone = replace(
+            coded,
+            frames=coded.frames[2:],
+            exact_cells=coded.exact_cells[is_last] - last.start,
+            exact=coded.exact[:, :, is_last],
+        )
+        part = decode_cells(alone, cells.positions[last], basis, STEP, is_key)
+        assert torch.equal(part, decoded[:, :, last])
+
+
+def test_a_basis_is_saved_and_found_by_its_digest(folder: Path) -> None:
+    basis = random_basis(MODEL)
+    path = add_basis(basis)
+    assert path.parent == folder
+    assert load_basis(path).digest == basis.digest == path.stem
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFile, match="checksum"):
+        load_basis(path)
+
+
+def test_a_lossy_file_is_smaller_restores_and_says_that_it_is_rounded(tmp_path: Path) -> None:
+    add_basis(random_basis(MODEL))
+    session, path = full_session(), tmp_path / "a.kvkeep"
+    sizes = {codec: session.snapshot().save(path, codec) for codec in ("exact", "small", "smaller")}
+    assert sizes["exact"] > 1.5 * sizes["small"] > 1.5 * 1.2 * sizes["smaller"]
+    restored = MODEL.restore(Snapshot.load(path))
+    assert restored.tokens == session.tokens
+    assert torch.equal(restored.logits, session.logits)
+    assert restored.exactness.differs == ("cells: rounded by codec smaller",)
+    assert read_summary(path).rounded == "smaller"
+    restored.fork().snapshot().save(path)  # exactly, but what was rounded stays rounded
+    again = MODEL.restore(Snapshot.load(path))
+    assert again.exactness.differs == ("cells: rounded by codec smaller",)
+    assert again.next_token() == restored.next_token()
+
+
+def test_cells_of_windows_are_coded_and_others_are_stored_exactly(tmp_path: Path) -> None:
+    for model in (MODEL, small_model(spec=local_spec()), small_model(spec=state_specs()["mamba2"])):
+        add_basis(random_basis(model))
+        session = model.session(policy="full")
+        session.feed(TEXT[:100])
+        if model is MODEL:
+            session.compress(2, "kvzip", recent=20)
+            session.pin(90, 94)
+        session.snapshot().save(tmp_path / "a.kvkeep", "small")
+        coding = read_snapshot_document(tmp_path / "a.kvkeep")["coding"]
+        codecs = {entry["codec"] for entry in coding.values()}
+        assert "small" in codecs
+        restored = model.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+        for segment, other in zip(session.cache.segments, restored.cache.segments, strict=True):
+            keys, other_keys = (s.view(0, s.length).keys for s in (segment, other))
+            is_sink = segment.length <= 4
+            assert torch.equal(keys, other_keys) == (segment.compressed or is_sink)
+        restored.next_token()
+
+
+def test_what_cannot_be_rounded_is_refused_and_changes_no_file(tmp_path: Path) -> None:
+    path, session = tmp_path / "a.kvkeep", full_session()
+    with pytest.raises(InvalidArgument, match="kvkeep calibrate"):
+        session.snapshot().save(path, "small")
+    path_of_basis = add_basis(random_basis(MODEL))
+    quantised = MODEL.session(policy="full", kv_bits="8")
+    quantised.feed(TEXT[:50])
+    with pytest.raises(InvalidArgument, match="fewer already"):
+        quantised.snapshot().save(path, "small")
+    assert not path.exists()
+    session.snapshot().save(path, "small")
+    path_of_basis.unlink()
+    with pytest.raises(StoreError, match="is not here: copy"):
+        Snapshot.load(path)
+    add_basis(random_basis(MODEL, seed=1))  # a file names its basis: others are not used
+    with pytest.raises(StoreError, match="is not here: copy"):
+        Snapshot.load(path)
