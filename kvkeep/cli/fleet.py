@@ -135,4 +135,5 @@ def _replica_config(
         prompt_rules=serving.prompt_rules,
         alignment=serving.alignment_options(),
         speculation=serving.speculation_options(),
+        codec=serving.codec,
     )

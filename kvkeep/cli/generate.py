@@ -74,8 +74,11 @@ def generate(
             "--session already loads and saves the session: leave out --cache-prompt and "
             "--restore-prompt (`kvkeep sessions import` creates a session from such a file)"
         )
-    if codec is not None and cache_prompt is None and session is None:
-        raise InvalidArgument("--codec is for a saved session: use --session or --cache-prompt too")
+    is_stored = session is not None or cache_prompt is not None or settings.prefixes.prefix_cache
+    if codec is not None and not is_stored:
+        raise InvalidArgument(
+            "--codec is for what is saved: use --session, --cache-prompt or --prefix-cache too"
+        )
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
     store = settings.prefixes.store
@@ -92,7 +95,7 @@ def generate(
             opened = resume(snapshot_file, settings.memory, output.progress)
         else:
             model = settings.memory.load(output.progress)
-            prefix_store = settings.prefixes.open_prefix_cache(model)
+            prefix_store = settings.prefixes.open_prefix_cache(model, codec)
             opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
         sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
         run = SessionRun("generate", opened, output, sampling.seed)

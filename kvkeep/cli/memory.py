@@ -197,19 +197,23 @@ class PrefixOptions:
         help="Secret shared by all users of a prefix cache in an object store.",
     )
 
-    def open_prefix_cache(self, model: "Model") -> "PrefixCache | None":
-        """Open the prefix cache. Returns None if it is off, or with a warning if that fails."""
+    def open_prefix_cache(self, model: "Model", codec: str | None = None) -> "PrefixCache | None":
+        """Open the prefix cache. Returns None if it is off, or with a warning if that fails.
+
+        codec: as of `--codec`; cells of others than small and smaller are stored exactly.
+        """
+        codec = codec if codec in ("small", "smaller") else "exact"
         if not self.prefix_cache:
             return None
         try:
             if self.store is None or not is_url(self.store):
-                return open_prefix_store(self.prefix_cache_bytes)
+                return open_prefix_store(self.prefix_cache_bytes, codec)
             from kvkeep.fleet.config import read_secret
             from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
             # Several machines share it: its size is limited only by `kvkeep prefixes gc`.
             object_store, secret = open_object_store(self.store), read_secret(self.secret_file)
-            return SharedPrefixCache(object_store, secret, model.arithmetic)
+            return SharedPrefixCache(object_store, secret, model.arithmetic, codec=codec)
         except StoreError as error:
             warn_prefix_cache_off(str(error))
             return None
@@ -249,10 +253,10 @@ def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
     return prefix_cache
 
 
-def open_prefix_store(max_bytes: int = DEFAULT_PREFIX_BYTES) -> "PrefixStore":
+def open_prefix_store(max_bytes: int = DEFAULT_PREFIX_BYTES, codec: str = "exact") -> "PrefixStore":
     from kvkeep import PrefixStore
 
-    return PrefixStore(home() / "prefixes", max_bytes)
+    return PrefixStore(home() / "prefixes", max_bytes, codec)
 
 
 def session_options(keep: Any) -> Any:

@@ -9,7 +9,14 @@ import click
 
 from kvkeep.chat.prompt_rules import PROMPT_RULES, select_rules
 from kvkeep.cli.lazy import OptionsOnlyCommand
-from kvkeep.cli.memory import MEMORY_SECTION, MemoryOptions, keep_option, uses_prefix_cache
+from kvkeep.cli.memory import (
+    CODEC_HELP,
+    CODEC_NAMES,
+    MEMORY_SECTION,
+    MemoryOptions,
+    keep_option,
+    uses_prefix_cache,
+)
 from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import (
     SPECULATE_OPTION,
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from kvkeep import Model
     from kvkeep.session.alignment import AlignmentOptions
     from kvkeep.session.drafts import SpeculationOptions
+    from kvkeep.storage.snapshots.codec import Codec
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _RULE_NAMES = ", ".join(
@@ -68,6 +76,7 @@ class ServingOptions:
     secret_file: Path | None = file_option(
         exists=True, help="Secret that all servers of one object store share."
     )
+    codec: "Codec" = choice_option(CODEC_NAMES, CODEC_HELP, default=CODEC_NAMES[0])
     prefix_cache: bool = option(is_flag=True, help="Keep evaluated prompt prefixes on disk.")
     api_key_file: Path | None = file_option(
         exists=True, help="API keys, one per line; every request then needs one."
@@ -247,6 +256,7 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
         share_prefixes=serving.uses_prefix_cache(),
         alignment=serving.alignment_options(),
         speculation=serving.speculation_options(),
+        codec=serving.codec,
     )
     with server.engine:
         keys = ApiKeys.read(serving.api_key_file, secret)
@@ -267,6 +277,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]
         stores=folder / "prefixes" if serving.uses_prefix_cache() else None,
         alignment=serving.alignment_options(),
         speculation=serving.speculation_options(),
+        codec=serving.codec,
     ) as engine:
         for line in engine.losses:
             say(line)

@@ -33,7 +33,9 @@ from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.embedding import embed, embedding_memory
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
+from kvkeep.storage.prefixes.coding import BLOCK_CODECS
 from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 P = ParamSpec("P")
@@ -76,23 +78,29 @@ class Engine(AbstractContextManager["Engine"]):
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
         alignment: AlignmentOptions | None = None,
         speculation: SpeculationOptions | None = None,
+        codec: Codec = "exact",
     ):
         """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
         folder: where sessions are saved; None to keep them in memory only. stores: a folder for
         prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`. alignment: of requests
-        that do not choose one; exact by default. speculation: likewise; off by default."""
+        that do not choose one; exact by default. speculation: likewise; off by default. codec: of
+        saved sessions, and of prefix stores in a folder."""
         self.model = model
         self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
-        self._stores = stores if callable(stores) or stores is None else _stores_in_folder(stores)
+        self._stores = (
+            stores if callable(stores) or stores is None else _stores_in_folder(stores, codec)
+        )
         default_session = self._new_session("0")  # invalid settings are refused here
         self.default_policy = default_session.policy  # of new sessions
         self.default_max_kv_size = default_session.max_kv_size
         policy = SchedulingPolicy(self.limits)
         checkpoint_bytes = self.settings.get("checkpoint_bytes")
-        self._registry = SessionRegistry(model, session_folder, policy, snapshots, checkpoint_bytes)
+        default_session.snapshot().require_codec(codec)
+        files = (session_folder, policy, snapshots, checkpoint_bytes, codec)
+        self._registry = SessionRegistry(model, *files)
         self._folder = session_folder
         if session_folder is not None:
             load_pins(self._registry, session_folder)
@@ -302,7 +310,8 @@ class Engine(AbstractContextManager["Engine"]):
         return self.model.session(store=store, **settings)
 
 
-def _stores_in_folder(path: str | Path) -> Callable[[str], PrefixCache]:
+def _stores_in_folder(path: str | Path, codec: Codec) -> Callable[[str], PrefixCache]:
     """Return a function that opens an owner's prefix store in a folder."""
     folder = validation.path("stores", path)
-    return lambda owner: PrefixStore(folder / owner)
+    block_codec = codec if codec in BLOCK_CODECS else "exact"
+    return lambda owner: PrefixStore(folder / owner, codec=block_codec)

@@ -27,6 +27,7 @@ from kvkeep.model import Model
 from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import SessionFolder
+from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 _log = logging.getLogger("kvkeep.engine")
@@ -42,10 +43,12 @@ class SessionRegistry:
         policy: SchedulingPolicy,
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
         checkpoint_bytes: int | None = None,
+        codec: Codec = "exact",
     ):
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
-        sessions from snapshots; None for the default of sessions."""
+        sessions from snapshots; None for the default of sessions. codec: of all files."""
+        self.codec = codec
         self.model, self.policy = model, policy
         self.pins = PrefixPins(policy.limits.pins_per_owner)
         self._checkpoint_bytes = checkpoint_bytes
@@ -283,7 +286,7 @@ class SessionRegistry:
     def save(self, record: SessionRecord) -> None:
         """Write the session to its file, after the saves in progress. Raises StoreError."""
         snapshot, path = self.snapshot(record), record.require_file().path
-        self.writer.submit(snapshot.save, path).result()
+        self.writer.submit(snapshot.save, path, self.codec).result()
         record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:

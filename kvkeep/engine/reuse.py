@@ -180,6 +180,11 @@ class StepAlignedCache:
     def __init__(self, store: PrefixCache, grid: StepGrid):
         self._store, self._prefill_step, self._steps = store, grid.prefill_step, grid.name
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the cells of the store are rounded by a codec."""
+        return getattr(self._store, "codec", "exact") != "exact"
+
     def find(
         self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
     ) -> PrefixMatch:
@@ -215,14 +220,18 @@ def best_match(
 ) -> Match:
     """Return the match with the session of which the prompt can reuse most tokens.
 
-    candidates: the sessions of the prompt's owner; those on disk are skipped. empty_session: has
+    candidates: the sessions of the prompt's owner; those on disk are skipped, and those with cells
+    that a codec rounded, unless the prefix cache rounds them, too. empty_session: has
     the settings that a match must have. target: the session that will hold the prompt; None if any
     unnamed session may.
     """
     ids = np.asarray(prompt, dtype=np.int32)
     best = Match()
+    may_be_rounded = getattr(empty_session.core.prefix_cache, "rounds", False)
     for record in candidates:
         if record.session is None:
+            continue
+        if record.live.core.state.rounded and not may_be_rounded and record is not target:
             continue
         may_take_over = record is target if target is not None else not record.named
         match = _match_record(ids, record, empty_session, may_take_over)

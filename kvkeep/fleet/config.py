@@ -10,6 +10,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
+from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.types import ContextPolicy
 
 _MIN_SECRET_BYTES = 32  # in the file
@@ -40,6 +41,7 @@ class ReplicaConfig:
     # Of requests that do not choose one.
     alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    codec: Codec = "exact"
 
 
 @dataclass(frozen=True)

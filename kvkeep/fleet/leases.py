@@ -22,6 +22,7 @@ from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.protocol import HeadVersion
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
+from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 P = ParamSpec("P")
@@ -61,10 +62,16 @@ class SessionLeases:
     """Leases of a store's sessions, and their copies in one engine.
 
     The engine may keep a copy between requests; a request loads the session again if another server
-    has committed since. sessions_of: returns an owner's sessions in the store.
+    has committed since. sessions_of: returns an owner's sessions in the store. codec: of files.
     """
 
-    def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
+    def __init__(
+        self,
+        engine: Engine,
+        sessions_of: Callable[[str], SharedSessions],
+        codec: Codec = "exact",
+    ):
+        self._codec: Codec = codec
         self._engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
         self._records_being_written: dict[SessionKey, SessionRecord] = {}
@@ -184,7 +191,7 @@ class SessionLeases:
         snapshot, revision = await self._call_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **response_notes(responses)})
         session_path = SessionPath(leased.lease.objects, leased.lease, release_on_commit=True)
-        await self.call_store(snapshot.save, session_path)
+        await self.call_store(snapshot.save, session_path, self._codec)
         version = leased.lease.version
         copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
         self._keep_copy(leased.key, copy)

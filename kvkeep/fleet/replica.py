@@ -18,9 +18,12 @@ from kvkeep.model import Model
 from kvkeep.server.idempotency import COMPACTION_PATHS, IdempotencyMiddleware
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
+from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore, open_object_store
+from kvkeep.storage.prefixes.coding import BLOCK_CODECS
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
+from kvkeep.storage.snapshots.codec import Codec
 
 
 class Replica:
@@ -37,19 +40,24 @@ class Replica:
         share_prefixes: bool,
         alignment: AlignmentOptions | None = None,
         speculation: SpeculationOptions | None = None,
+        codec: Codec = "exact",
         lease_seconds: float = LEASE_SECONDS,
     ):
         """Open a store and start an engine over it.
 
         secret: authenticates shared prefixes. settings: defaults of new sessions. share_prefixes:
-        whether to share prefilled prefixes of prompts. alignment, speculation: see `Engine`.
+        whether to share prefilled prefixes of prompts. alignment, speculation, codec: see `Engine`.
         Raises InvalidArgument and StoreError for an unusable store.
         """
         objects = open_object_store(store_url)
         # Unique to this process, even if containers share host names.
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
-        prefixes = SharedPrefixCache(objects, secret, model.arithmetic) if share_prefixes else None
+        share_bases(objects, model.fingerprint.to_dict())
+        block_codec = codec if codec in BLOCK_CODECS else "exact"
+        prefixes = None
+        if share_prefixes:
+            prefixes = SharedPrefixCache(objects, secret, model.arithmetic, codec=block_codec)
         self._prefixes = prefixes
         self.engine = Engine(
             model,
@@ -59,11 +67,12 @@ class Replica:
             snapshots=partial(SharedLabels, objects),
             alignment=alignment,
             speculation=speculation,
+            codec=codec,
         )
         sessions_of = partial(
             SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
         )
-        self.leases = SessionLeases(self.engine, sessions_of)
+        self.leases = SessionLeases(self.engine, sessions_of, codec)
 
     async def close(self) -> None:
         """Finish requests in progress, and write what others can continue from to the store."""
@@ -129,6 +138,7 @@ class ReplicaServer:
             share_prefixes=config.share_prefixes,
             alignment=config.alignment,
             speculation=config.speculation,
+            codec=config.codec,
             lease_seconds=config.lease_seconds,
         )
         model_name = config.alias or model.name.rpartition("/")[2]

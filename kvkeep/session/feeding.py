@@ -122,6 +122,7 @@ class Feeding(Iterator[FeedStep]):
         with interrupts_deferred():
             self._prefix = prefix
             if prefix.num_reused:
+                state.rounded = prefix.rounded
                 core.state = state
                 self._advance(prefix.num_reused)
 

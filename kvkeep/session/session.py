@@ -40,7 +40,6 @@ class Session(SessionEdits, SessionReductions, SessionViews):
     back as a whole; `tokens` are those of committed steps. Sessions may be used from any thread;
     one computes at a time, and threads that use the same session take turns step by step.
 
-    exactness: whether a restored session continues to the bit as the saved one would have.
     core: its parts, for kvkeep's own modules; not part of the public interface.
     """
 
@@ -57,7 +56,12 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         if store is not None and not isinstance(store, PrefixCache):
             raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
         self.core = SessionCore(model, state, prefill_step, store)
-        self.exactness = Exactness()
+        self._saved_exactness = Exactness()  # of the arithmetic with which it was saved
+
+    @property
+    def exactness(self) -> Exactness:
+        """Whether the session continues to the bit as the saved one, or as one without a cache."""
+        return self._saved_exactness.rounded_by(self.core.state.rounded)
 
     # Feeding and decoding
 
@@ -243,7 +247,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         memory, prefill_step = state.memory, snapshot.settings["prefill_step"]
         session = cls(model, memory.policy, prefill_step, store, memory.bits)
         session.core.state = state
-        session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.rounded)
+        session._saved_exactness = Exactness.of(snapshot.arithmetic, model.arithmetic)
         return session
 
     @computes_in_worker

@@ -23,6 +23,7 @@ class StoredPrefix:
     prefix_cache: None if nothing more is to be stored there, as after an error. num_reused: tokens
     that came from it. num_found: tokens that it had. num_stored: those before the next to store.
     differs_at, error: see `FeedReport`.
+    rounded: the codec by which the reused cells were rounded, or "".
     checkpoint_ends: after which tokens of the prompt it keeps a checkpoint, for models with local
     layers or states.
     """
@@ -34,6 +35,7 @@ class StoredPrefix:
     num_stored: int = 0
     differs_at: int | None = None
     error: str | None = None
+    rounded: str = ""
     checkpoint_ends: frozenset[int] = field(default_factory=frozenset)
 
     def load(self, memory: Memory, ids: Sequence[int], prefill_step: int) -> None:
@@ -60,6 +62,7 @@ class StoredPrefix:
             memory.cache.load_checkpoint(match.checkpoint)
             memory.take_checkpoint()
         self.num_reused = self.num_stored = match.token_count
+        self.rounded = match.rounded if match.token_count else ""
         self.num_found, self.differs_at = match.stored_tokens, match.differs_at
         if need is not None:
             self._plan_checkpoints(min(len(ids), policy.exact_tokens), prefill_step)

@@ -45,6 +45,7 @@ def test_the_library_can_read_the_file(invoke, tiny, tiny_folder, tmp_path: Path
     assert result.stderr == (
         f"{output}: 0.0 MB, from {tokens} tokens; R² of the surrogate on held-out text: "
         f"{found.r_squared:.2f}\n"
+        "no basis for the codecs small and smaller: that needs 8,960 tokens\n"
     )
     assert found.tokens == tokens
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kvcal", "text"]

@@ -185,7 +185,7 @@ def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
         (["--session", "../s"], "name must be"),
         (["--session", "s", "--cache-prompt", "x"], "leave out --cache-prompt"),
         (["--session", "s", "--restore-prompt", "x"], "leave out --cache-prompt"),
-        (["--codec", "zstd"], "--session or --cache-prompt"),
+        (["--codec", "zstd"], "use --session, --cache-prompt"),
         (["--cache-prompt", "/no/such/folder/x"], "cannot be written"),
         (["--cache-prompt", "/dev/null"], "device"),
         (["--restore-prompt", "nothing-there"], "nothing-there cannot be read: No such file"),

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from lossy_basis import random_basis
 from small_models import local_spec, small_model, state_specs
 
 from kvkeep import load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.storage.lossy.basis import add_basis
+from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.prefixes.inventory import (
     evict_blocks,
@@ -28,6 +31,7 @@ CHECKPOINT_MODELS = {
 }
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]
+PROMPT_BYTES = [token % 255 + 1 for token in PROMPT]
 
 
 @pytest.fixture
@@ -203,3 +207,21 @@ def test_checkpoints_of_models_that_need_them_are_shared(objects: ObjectStore, k
     assert (reused, logits.equal(expected)) == (512, True)
     total = sum(info.st_size for info in objects.list_objects("prefixes/"))
     assert evict_blocks(objects, 0) == (total, 0)
+
+
+def test_machines_share_a_basis_and_blocks_that_are_rounded_in_it(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = small_model(), dict[str, int]()
+    for machine in "ab":  # a has a basis, b takes it from the store
+        monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / machine))
+        if machine == "a":
+            add_basis(random_basis(model))
+        share_bases(objects, model.fingerprint.to_dict())
+        store = SharedPrefixCache(objects, SECRET, model.arithmetic, codec="smaller")
+        assert feed(model, store, PROMPT_BYTES)[0] == (512 if machine == "b" else 0)
+        sizes[machine] = sum(block.nbytes for block in stored_blocks(objects))
+    assert sizes["a"] == sizes["b"]
+    assert feed(model, prefix_cache(model, objects), PROMPT_BYTES)[0] == 0
+    exact_bytes = sum(block.nbytes for block in stored_blocks(objects)) - sizes["b"]
+    assert exact_bytes > 1.5 * sizes["b"]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from lossy_basis import STEP, random_basis
 from small_models import local_spec, small_model, state_specs, unrotated_spec
 
-from kvkeep import Session, Snapshot
+from kvkeep import PrefixStore, Session, Snapshot
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
 from kvkeep.model import Model
 from kvkeep.storage.lossy import basis as lossy_basis
@@ -157,3 +158,42 @@ def test_what_cannot_be_rounded_is_refused_and_changes_no_file(tmp_path: Path) -
     add_basis(random_basis(MODEL, seed=1))  # a file names its basis: others are not used
     with pytest.raises(StoreError, match="is not here: copy"):
         Snapshot.load(path)
+
+
+def test_a_prefix_store_keeps_rounded_blocks_apart_from_exact_ones(tmp_path: Path) -> None:
+    add_basis(random_basis(MODEL))
+    exact = PrefixStore(tmp_path / "p")
+    rounding = PrefixStore(tmp_path / "p", codec="smaller")
+    MODEL.session(policy="full", store=rounding).feed(TEXT)
+    rounded_bytes = rounding.nbytes
+    first = MODEL.session(policy="full", store=exact)
+    assert first.feed(TEXT).reused == 0  # a rounded prefix is not taken for an exact one
+    assert exact.nbytes - rounded_bytes > 1.5 * rounded_bytes
+    exact_session = MODEL.session(policy="full", store=exact)
+    rounded_session = MODEL.session(policy="full", store=rounding)
+    assert exact_session.feed(TEXT).reused == rounded_session.feed(TEXT).reused == 512
+    assert exact_session.exactness.bit_exact
+    assert torch.equal(exact_session.logits, first.logits)
+    assert rounded_session.exactness.differs == ("cells: rounded by codec smaller",)
+    rounded_session.fork().snapshot().save(tmp_path / "a.kvkeep")
+    assert read_summary(tmp_path / "a.kvkeep").rounded == "smaller"
+    assert PrefixStore(tmp_path / "p", codec="small").find(MODEL.fingerprint, TEXT).blocks == []
+
+
+def test_an_engine_saves_by_its_codec(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="kvkeep calibrate"):
+        Engine(MODEL, folder=tmp_path / "s", codec="small")
+    add_basis(random_basis(MODEL))
+    with Engine(MODEL, folder=tmp_path / "s", stores=tmp_path / "p", codec="small") as engine:
+        engine.create(name="a").result()
+        request = GenerationRequest(prompt=tuple(TEXT[:300]), max_tokens=3)
+        assert len(list(engine.generate(request, session="a"))) > 0
+    (path,) = (tmp_path / "s").rglob("*.kvkeep")
+    assert read_summary(path).rounded == "small"
+    with Engine(MODEL, folder=tmp_path / "s") as engine:
+        more = GenerationRequest(prompt=(5,), max_tokens=1)
+        list(engine.generate(more, session="a"))  # the session itself goes on with rounded cells
+        anew = engine.generate(replace(request, prompt=(*TEXT[:300], 7)))
+        list(anew)
+        assert anew.reuse.tokens == 0  # another prompt does not
+    assert list((tmp_path / "p").rglob("*.kvblock"))

@@ -21,7 +21,7 @@ from kvkeep.server.sessions.entry import (
     session_entry,
     session_response,
 )
-from kvkeep.storage.snapshots.snapshot import read_snapshot_document
+from kvkeep.storage.snapshots.header import read_summary
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -147,12 +147,13 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):  # deleted meanwhile
             size, created = file.stat().st_size, int(file.stat().st_mtime)
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
-            session = None
+            session, rounded = None, None
             with suppress(StoreError):  # restoring it reports that it is damaged
-                notes = read_snapshot_document(file).get("notes", {})
+                summary = read_summary(file)
+                notes, rounded = summary.notes, summary.rounded or None
                 session_name = notes.get(ENGINE_NOTES_KEY, {}).get("name")
                 session = session_name if isinstance(session_name, str) else None
-            entries.append({**entry, "session": session})
+            entries.append({**entry, "session": session, "rounded": rounded})
     return entries
 
 

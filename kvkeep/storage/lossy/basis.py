@@ -29,7 +29,7 @@ from kvkeep.storage.snapshots.header import read_document
 LossyCodec = Literal["small", "smaller"]
 LOSSY_CODECS: tuple[LossyCodec, ...] = get_args(LossyCodec)
 BASIS_KIND, BASIS_FORMAT = "basis", 1
-_SUFFIX = ".kvbasis"
+BASIS_SUFFIX = ".kvbasis"
 _MAX_COMPONENTS = 2**20
 
 
@@ -171,7 +171,7 @@ def add_basis(basis: CellBasis) -> Path:
 
     Earlier ones of the model stay, since files that were coded with them need them.
     """
-    path = _folder() / f"{basis.digest}{_SUFFIX}"
+    path = _folder() / f"{basis.digest}{BASIS_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -183,11 +183,15 @@ def add_basis(basis: CellBasis) -> Path:
 
 
 def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
-    """Return the newest basis of a model. Raises InvalidArgument without one."""
-    paths = sorted(_folder().glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    """Return the newest basis of a model. Raises InvalidArgument without one.
+
+    fingerprint: of the model; prefill steps in it do not matter.
+    """
+    wanted = {name: value for name, value in fingerprint.items() if name != "steps"}
+    paths = sorted(_folder().glob(f"*{BASIS_SUFFIX}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(paths):
         document = read_document(path, BASIS_KIND, BASIS_FORMAT)
-        if document.get("fingerprint") == dict(fingerprint):
+        if document.get("fingerprint") == wanted:
             return _load_cached(path)
     raise InvalidArgument(
         "the codecs small and smaller need a basis of this model, which `kvkeep calibrate` makes; "
@@ -197,7 +201,7 @@ def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
 
 def find_basis(digest: str) -> CellBasis:
     """Return the basis that a file names. Raises StoreError if this machine does not have it."""
-    path = _folder() / f"{digest}{_SUFFIX}"
+    path = _folder() / f"{digest}{BASIS_SUFFIX}"
     if not path.exists():
         raise StoreError(
             f"the cells are coded with basis {digest[:12]}, which is not here: copy {path.name} "

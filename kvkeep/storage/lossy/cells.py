@@ -113,12 +113,19 @@ def _decode_block(
     ):
         part = multiples[:, first : first + group.components]
         first += group.components
-        rows = torch.addmm(group.mean, part, group.decode_matrix)
+        used = _used_components(part)
+        rows = torch.addmm(group.mean, part[:, :used], group.decode_matrix[:used])
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
         if rotated:
             vectors = rotate(vectors, basis.frequencies[layers], positions)
         out[layers] = vectors
+
+
+def _used_components(multiples: Tensor) -> int:
+    """Return how many of the first components have all numbers that are not 0."""
+    used = multiples.any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0
 
 
 def _quantise(coefficients: Tensor, step: float) -> Tensor:

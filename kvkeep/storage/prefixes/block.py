@@ -12,11 +12,12 @@ from torch import Tensor
 from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.cache.layout import Layout
 from kvkeep.errors import StoreError
+from kvkeep.storage.prefixes.coding import BlockCoding
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-FILE_KIND, FILE_FORMAT = "prefix-block", 1
+FILE_KIND, FILE_FORMAT = "prefix-block", 2
 BlockCells: TypeAlias = tuple[Tensor, Tensor]  # keys, values: `[layers, kv_heads, 256, head_dim]`
 BlockStream: TypeAlias = Iterable[BlockCells]
 
@@ -28,13 +29,14 @@ class PrefixMatch:
     differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
     None if all whole blocks of the prompt were found. checkpoint: after the last block, for models
     that need one; blocks behind the newest usable one are left out. stored_tokens: of the prompt,
-    those included.
+    those included. rounded: the codec by which the cells were rounded, or "".
     """
 
     blocks: Sequence[BlockCells]
     differs_at: int | None
     checkpoint: Checkpoint | None = None
     stored_tokens: int = 0
+    rounded: str = ""
 
     @property
     def token_count(self) -> int:
@@ -100,15 +102,30 @@ class PrefixBlock:
         """The index of the token after its last one."""
         return self.start + BLOCK_TOKENS
 
-    def cells_from(self, container: Container, fingerprint: Fingerprint) -> BlockCells | None:
+    def tensors_of(self, cells: BlockCells, coding: BlockCoding | None) -> dict[str, Tensor]:
+        """Return the tensors to store. coding: of rounded cells."""
+        if coding is not None:
+            return {"tokens": self.tokens, **coding.encode(cells, self.start)}
+        return {"tokens": self.tokens, "keys": cells[0].cpu(), "values": cells[1].cpu()}
+
+    def cells_from(
+        self, container: Container, fingerprint: Fingerprint, coding: BlockCoding | None
+    ) -> BlockCells | None:
         """Return a file's keys and values; None unless they fit this block's tokens and the model.
 
         container: the content of the file. The caller verifies that it was written under this key.
         """
-        keys, values = (container.tensors.get(name) for name in ("keys", "values"))
-        if keys is None or values is None or container_tokens(container) != self.tokens.tolist():
+        if container_tokens(container) != self.tokens.tolist():
             return None
-        cells = keys, values
+        tensors = container.tensors
+        if coding is not None:
+            cells = coding.decode(tensors, self.start)
+            if cells is None:
+                return None
+        elif "keys" in tensors and "values" in tensors:
+            cells = tensors["keys"], tensors["values"]
+        else:
+            return None
         fits = all(fingerprint.matches_cells(t) and t.shape[2] == BLOCK_TOKENS for t in cells)
         return cells if fits else None
 
@@ -143,6 +160,11 @@ def first_difference(
         return None
     start = missing[0].start
     return start + longest_child_prefix(missing[0].parent, tokens[start:])
+
+
+def block_format(coding: BlockCoding | None) -> int:
+    """Return the oldest format whose readers know a block."""
+    return 1 if coding is None else FILE_FORMAT
 
 
 def block_key(parent: str, tokens: Tensor) -> str:

@@ -7,6 +7,7 @@ secret: only its holders can make a block that verifies, or tell from a key whic
 
 import io
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ from kvkeep.storage.prefixes.block import (
     CheckpointNeed,
     PrefixBlock,
     PrefixMatch,
+    block_format,
     blocks_of,
     common_prefix_length,
     container_tokens,
@@ -44,6 +46,7 @@ from kvkeep.storage.prefixes.checkpoint import (
     encode_checkpoint,
     newest_checkpoint,
 )
+from kvkeep.storage.prefixes.coding import BlockCoding, block_coding, checked_block_codec
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
@@ -81,8 +84,10 @@ class SharedPrefixCache:
         arithmetic: Mapping[str, str],
         owner: str = "0",
         queue: "WriteQueue | None" = None,
+        codec: str = "exact",
     ):
-        """Raises InvalidArgument for a secret of another length."""
+        """codec: see `PrefixStore`. Raises InvalidArgument for a secret of another length."""
+        self.codec = checked_block_codec(codec)
         if len(secret) != SECRET_BYTES:
             raise InvalidArgument(f"a secret must have {SECRET_BYTES} bytes; found {len(secret)}")
         self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
@@ -91,7 +96,8 @@ class SharedPrefixCache:
         self._key_prefix = owner_key_prefix(owner)
 
     def for_owner(self, owner: str) -> "SharedPrefixCache":
-        return SharedPrefixCache(self._store, self._secret, self._arithmetic, owner, self._queue)
+        settings = (self._secret, self._arithmetic, owner, self._queue, self.codec)
+        return SharedPrefixCache(self._store, *settings)
 
     def flush(self) -> None:
         self._queue.flush()
@@ -105,9 +111,10 @@ class SharedPrefixCache:
         timeout.
         """
         self._queue.require_up()
-        blocks, checkpoint = self._blocks(fingerprint, tokens), None
+        coding, checkpoint = block_coding(self.codec, fingerprint), None
+        blocks = self._blocks(fingerprint, tokens, coding)
         try:
-            hits = self._read_until_miss(blocks, fingerprint)
+            hits = self._read_until_miss(blocks, fingerprint, coding)
             missing = blocks[len(hits) :]
             differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
             stored_tokens = BLOCK_TOKENS * len(hits)
@@ -118,16 +125,20 @@ class SharedPrefixCache:
         except StoreError:
             self._queue.mark_down()
             raise
-        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens)
+        rounded = "" if coding is None else coding.codec
+        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens, rounded)
 
     def _read_until_miss(
-        self, blocks: Sequence[PrefixBlock], fingerprint: Fingerprint
+        self,
+        blocks: Sequence[PrefixBlock],
+        fingerprint: Fingerprint,
+        coding: BlockCoding | None,
     ) -> list[BlockCells]:
-        hits = list[BlockCells]()
+        hits, read = list[BlockCells](), partial(self._read, fingerprint=fingerprint, coding=coding)
         with ThreadPoolExecutor(_READ_THREADS, "kvkeep-prefix") as readers:
             # The first block is read alone, since most prompts are new and miss at once.
             for batch in (blocks[:1], blocks[1:]):
-                for cells in readers.map(partial(self._read, fingerprint=fingerprint), batch):
+                for cells in readers.map(read, batch):
                     if cells is None:
                         readers.shutdown(cancel_futures=True)
                         return hits
@@ -151,11 +162,13 @@ class SharedPrefixCache:
         for each block of the prompt. Those that are added are few, and `evict_blocks` bounds them.
         """
         self._queue.require_up()
-        stored_end, prompt_blocks = start, self._blocks(fingerprint, tokens)
+        coding = block_coding(self.codec, fingerprint)
+        stored_end, prompt_blocks = start, self._blocks(fingerprint, tokens, coding)
         new_blocks = prompt_blocks[start // BLOCK_TOKENS :]
         for block, (keys, values) in zip(new_blocks, blocks, strict=False):
             overwrite = block.start == start
-            write = partial(self._write, block, keys.clone(), values.clone(), overwrite)
+            cells = keys.clone(), values.clone()
+            write = partial(self._write, block, cells, overwrite, coding)
             if not self._queue.submit(write):
                 break
             stored_end = block.end
@@ -174,9 +187,12 @@ class SharedPrefixCache:
                 longest = max(longest, common_prefix_length(container_tokens(container), tokens))
         return longest
 
-    def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
+    def _blocks(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], coding: BlockCoding | None
+    ) -> list[PrefixBlock]:
         pairs = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
         root = self._mac(f"{fingerprint.digest()}\n{pairs}".encode())
+        root = root if coding is None else coding.root(root)
         return blocks_of(
             tokens, root, lambda parent, ids: self._mac(parent.encode(), tensor_bytes(ids))
         )
@@ -185,13 +201,17 @@ class SharedPrefixCache:
         key = f"{self._key_prefix}{block.parent}/{block.key}{suffix}"
         return ObjectPath(self._store, key)
 
-    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
+    def _read(
+        self, block: PrefixBlock, fingerprint: Fingerprint, coding: BlockCoding | None
+    ) -> BlockCells | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
         container = self._read_object(self._path(block), FILE_KIND, FILE_FORMAT)
-        cells = None if container is None else block.cells_from(container, fingerprint)
-        if container is None or cells is None:
+        if container is None:
             return None
-        return cells if container.document.get("code") == self._content_mac(block, *cells) else None
+        code = self._content_mac(block, container.tensors, coding)
+        if container.document.get("code") != code:
+            return None
+        return block.cells_from(container, fingerprint, coding)
 
     def _read_checkpoint(self, block: PrefixBlock, need: CheckpointNeed) -> Checkpoint | None:
         """Return the checkpoint after a block; None if it is missing or does not verify."""
@@ -215,13 +235,14 @@ class SharedPrefixCache:
         except StoreError:
             return None
 
-    def _write(self, block: PrefixBlock, keys: Tensor, values: Tensor, overwrite: bool) -> None:
+    def _write(
+        self, block: PrefixBlock, cells: BlockCells, overwrite: bool, coding: BlockCoding | None
+    ) -> None:
         path = self._path(block)
         if overwrite or not path.exists():
-            keys, values = keys.cpu(), values.cpu()
-            document = {"start": block.start, "code": self._content_mac(block, keys, values)}
-            tensors = {"tokens": block.tokens, "keys": keys, "values": values}
-            write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
+            tensors = block.tensors_of(cells, coding)
+            document = {"start": block.start, "code": self._content_mac(block, tensors, coding)}
+            write_container(path, FILE_KIND, block_format(coding), document, tensors)
 
     def _write_checkpoint(self, block: PrefixBlock, checkpoint: Checkpoint) -> None:
         """Write the checkpoint after a block. It replaces one that the caller's lookup missed."""
@@ -231,8 +252,18 @@ class SharedPrefixCache:
         path = self._path(block, CHECKPOINT_SUFFIX)
         write_container(path, CHECKPOINT_KIND, CHECKPOINT_FORMAT, document, tensors)
 
-    def _content_mac(self, block: PrefixBlock, keys: Tensor, values: Tensor) -> str:
-        return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
+    def _content_mac(
+        self, block: PrefixBlock, tensors: Mapping[str, Tensor], coding: BlockCoding | None
+    ) -> str:
+        """Return the code of a block's cells; "" if it has none. tensors: of its file."""
+        if coding is None:
+            exact = [tensor_bytes(tensors[name]) for name in ("keys", "values") if name in tensors]
+            return self._mac(block.key.encode(), *exact) if len(exact) == 2 else ""
+        names = sorted(tensors)
+        sizes = json.dumps([(name, tensors[name].nbytes) for name in names]).encode()
+        contents = (tensor_bytes(tensors[name]) for name in names)
+        chunks = (len(sizes).to_bytes(8, "little"), sizes, *contents)
+        return self._mac(b"rounded", block.key.encode(), *chunks)
 
     def _checkpoint_mac(
         self, block: PrefixBlock, document: Mapping[str, Any], tensors: Mapping[str, Tensor]

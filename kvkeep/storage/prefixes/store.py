@@ -19,13 +19,13 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporary_files
 from kvkeep.storage.prefixes.block import (
-    FILE_FORMAT,
     FILE_KIND,
     BlockCells,
     BlockStream,
     CheckpointNeed,
     PrefixBlock,
     PrefixMatch,
+    block_format,
     block_key,
     blocks_of,
     common_prefix_length,
@@ -41,6 +41,7 @@ from kvkeep.storage.prefixes.checkpoint import (
     encode_checkpoint,
     newest_checkpoint,
 )
+from kvkeep.storage.prefixes.coding import BlockCoding, block_coding, checked_block_codec
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
@@ -64,8 +65,14 @@ class PrefixStore:
     verify counts as a miss, and is replaced when its tokens are evaluated again.
     """
 
-    def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000):
-        """Raises InvalidArgument for a quota below 1, StoreError for an unusable folder."""
+    def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000, codec: str = "exact"):
+        """codec: "exact", or "small" or "smaller", which round cells in the basis that `kvkeep
+        calibrate` made for the model. Blocks of other codecs are not found.
+
+        Raises InvalidArgument for a quota below 1 or an unknown codec, StoreError for an unusable
+        folder.
+        """
+        self.codec = checked_block_codec(codec)
         self.path = validation.path("path", path)
         self.max_bytes = validation.integer("max_bytes", max_bytes, 1)
         try:
@@ -78,9 +85,10 @@ class PrefixStore:
         self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
     ) -> PrefixMatch:
         """Return the longest stored prefix of a prompt. Raises StoreError if it cannot be read."""
-        blocks, hits, checkpoint = _blocks(fingerprint, tokens), list[BlockCells](), None
+        coding, hits, checkpoint = self._coding(fingerprint), list[BlockCells](), None
+        blocks = _blocks(fingerprint, tokens, coding)
         for block in blocks:
-            cells = self._read(block, fingerprint)
+            cells = self._read(block, fingerprint, coding)
             if cells is None:
                 break
             hits.append(cells)
@@ -91,15 +99,17 @@ class PrefixStore:
         if need is not None:
             checkpoint = self._newest_checkpoint(blocks[: len(hits)], need)
             del hits[checkpoint.num_tokens // BLOCK_TOKENS if checkpoint else 0 :]
-        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens)
+        rounded = "" if coding is None else coding.codec
+        return PrefixMatch(hits, differs_at, checkpoint, stored_tokens, rounded)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """Return how many tokens of a prompt are stored, and where the nearest stored one differs.
 
         Reads no cells. Raises StoreError if the folder cannot be read.
         """
-        stored_tokens, parent = 0, _root_key(fingerprint)
-        for block in _blocks(fingerprint, tokens):
+        coding = self._coding(fingerprint)
+        stored_tokens, parent = 0, _root_key(fingerprint, coding)
+        for block in _blocks(fingerprint, tokens, coding):
             if read_tokens(self._block_path(block)) != block.tokens.tolist():
                 break
             stored_tokens, parent = stored_tokens + BLOCK_TOKENS, block.key
@@ -113,7 +123,8 @@ class PrefixStore:
 
         Reads no cells. tokens: those that are stored.
         """
-        checkpoint = self._newest_checkpoint(_blocks(fingerprint, tokens), need)
+        blocks = _blocks(fingerprint, tokens, self._coding(fingerprint))
+        checkpoint = self._newest_checkpoint(blocks, need)
         return checkpoint.num_tokens if checkpoint else 0
 
     def add(
@@ -135,7 +146,8 @@ class PrefixStore:
         """
         if validation.integer("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
-        prompt_blocks = _blocks(fingerprint, tokens)
+        coding = self._coding(fingerprint)
+        prompt_blocks = _blocks(fingerprint, tokens, coding)
         stored_blocks = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
             ancestors = {self._block_path(block) for block in stored_blocks}
@@ -144,7 +156,7 @@ class PrefixStore:
             sweep_temporary_files(self.path)
             quota = Quota(self._files(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored_blocks) :], blocks, strict=False):
-                if not self._put(block, fingerprint, cells, quota):
+                if not self._put(block, fingerprint, cells, quota, coding):
                     break
                 stored_blocks.append(block)
             self._touch(stored_blocks)
@@ -198,26 +210,37 @@ class PrefixStore:
     def _checkpoint_path(self, block: PrefixBlock) -> Path:
         return self._block_path(block).with_suffix(CHECKPOINT_SUFFIX)
 
-    def _read(self, block: PrefixBlock, fingerprint: Fingerprint) -> BlockCells | None:
+    def _coding(self, fingerprint: Fingerprint) -> BlockCoding | None:
+        return block_coding(self.codec, fingerprint)
+
+    def _read(
+        self, block: PrefixBlock, fingerprint: Fingerprint, coding: BlockCoding | None
+    ) -> BlockCells | None:
         container = read_block(self._block_path(block), block.key)
-        return None if container is None else block.cells_from(container, fingerprint)
+        return None if container is None else block.cells_from(container, fingerprint, coding)
 
     def _put(
-        self, block: PrefixBlock, fingerprint: Fingerprint, cells: BlockCells, quota: Quota
+        self,
+        block: PrefixBlock,
+        fingerprint: Fingerprint,
+        cells: BlockCells,
+        quota: Quota,
+        coding: BlockCoding | None,
     ) -> bool:
         """Write a block unless it is stored. Returns False if there is no room for it."""
-        (keys, values), path = cells, self._block_path(block)
-        if self._read(block, fingerprint) is not None:
+        path = self._block_path(block)
+        if self._read(block, fingerprint, coding) is not None:
             quota.pin(path)
             return True
         if path.exists() and not path.is_file():
             return False  # such as a folder of that name, which is not ours to remove
         quota.remove(path)
-        if not quota.make_room(keys.nbytes + values.nbytes + _MAX_FILE_OVERHEAD):
+        tensors = block.tensors_of(cells, coding)
+        if not quota.make_room(sum(t.nbytes for t in tensors.values()) + _MAX_FILE_OVERHEAD):
             return False
         document = {"start": block.start, "key": block.key}
-        tensors = {"keys": keys, "values": values, "tokens": block.tokens}
-        quota.free_bytes -= write_container(path, FILE_KIND, FILE_FORMAT, document, tensors)
+        version = block_format(coding)
+        quota.free_bytes -= write_container(path, FILE_KIND, version, document, tensors)
         return True
 
     def _newest_checkpoint(
@@ -303,10 +326,13 @@ def is_intact(file: StoredFile) -> bool:
     return read_block(path, key) is not None
 
 
-def _root_key(fingerprint: Fingerprint) -> str:
-    """Return the parent key of a prompt's first block: a digest of the model."""
-    return fingerprint.digest()[:32]
+def _root_key(fingerprint: Fingerprint, coding: BlockCoding | None) -> str:
+    """Return the parent key of a prompt's first block: a digest of the model, and of the coding."""
+    exact_root = fingerprint.digest()[:32]
+    return exact_root if coding is None else coding.root(exact_root)
 
 
-def _blocks(fingerprint: Fingerprint, tokens: Sequence[int]) -> list[PrefixBlock]:
-    return blocks_of(tokens, _root_key(fingerprint), block_key)
+def _blocks(
+    fingerprint: Fingerprint, tokens: Sequence[int], coding: BlockCoding | None
+) -> list[PrefixBlock]:
+    return blocks_of(tokens, _root_key(fingerprint, coding), block_key)

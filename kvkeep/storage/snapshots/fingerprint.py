@@ -175,21 +175,25 @@ class Exactness:
         return not self.differs
 
     @classmethod
-    def of(cls, saved: Mapping[str, str], current: Mapping[str, str], rounded: str) -> "Exactness":
+    def of(cls, saved: Mapping[str, str], current: Mapping[str, str]) -> "Exactness":
         """Compare the arithmetic of a snapshot with that of this machine.
 
         saved, current: the kernels, threads and weights of each, by name, as in
-        `LoadedModel.arithmetic`; {} if not saved. rounded: the codec that rounded cells, or "".
+        `LoadedModel.arithmetic`; {} if not saved.
         """
-        differs = [f"cells: rounded by codec {rounded}"] if rounded else []
         if not saved:
-            return cls((*differs, _NO_ARITHMETIC))
+            return cls((_NO_ARITHMETIC,))
         if saved.get("kernels") in _RENAMED_KERNELS:
             saved = {**saved, "kernels": _RENAMED_KERNELS[saved["kernels"]]}
         mismatches = [name for name in current if saved.get(name) != current[name]]
         if "weights" in mismatches and "packed weights" in mismatches:
             mismatches.remove("packed weights")  # follows from other weights
+        differs = list[str]()
         for name in mismatches:
             there, here = (values.get(name, "")[:40] or "none" for values in (saved, current))
             differs.append(f"{name}: {there} saved, {here} here")
         return cls(tuple(differs))
+
+    def rounded_by(self, codec: str) -> "Exactness":
+        """Return the exactness of cells that a codec rounded. codec: "" for none."""
+        return Exactness((f"cells: rounded by codec {codec}", *self.differs)) if codec else self

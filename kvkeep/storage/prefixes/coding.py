@@ -1,0 +1,89 @@
+"""Blocks of a prefix cache with rounded cells, apart from exact ones.
+
+Their keys begin at another root, so that a lookup for exact cells never finds them, and one for
+rounded cells finds those of its codec and basis alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvkeep.cache.checks import require, require_tensor
+from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.storage.files.tensors import tensor_bytes
+from kvkeep.storage.lossy.basis import LOSSY_CODECS, CellBasis, newest_basis
+from kvkeep.storage.lossy.cells import CodedCells, decode_cells, encode_cells
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.snapshots.fingerprint import Fingerprint
+
+_Cells: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a block
+
+BLOCK_CODECS = ("exact", *LOSSY_CODECS)
+
+
+@dataclass(frozen=True)
+class BlockCoding:
+    """The codec and the basis of the blocks of one model."""
+
+    codec: str
+    basis: CellBasis
+
+    def root(self, exact_root: str) -> str:
+        """Return the parent key of a prompt's first block. exact_root: that of exact blocks."""
+        return blake3(f"{exact_root} {self.codec} {self.basis.digest}".encode()).hexdigest()[:32]
+
+    def encode(self, cells: _Cells, start: int) -> dict[str, Tensor]:
+        """Return the tensors of a block that begins at token `start` of a prompt."""
+        step, positions, tensors = self.basis.steps[self.codec], _positions(start), {}
+        for name, vectors in zip(("keys", "values"), cells, strict=True):
+            coded = encode_cells(vectors.cpu(), positions, self.basis, step, name == "keys")
+            frame = torch.frombuffer(bytearray(coded.frames[0]), dtype=torch.uint8)
+            tensors[f"{name}.frames"], tensors[f"{name}.exact"] = frame, coded.exact
+            tensors[f"{name}.exact_cells"] = coded.exact_cells
+        return tensors
+
+    def decode(self, tensors: Mapping[str, Tensor], start: int) -> _Cells | None:
+        """Undo `encode`. Returns None for tensors that are not those of a block."""
+        try:
+            keys, values = (self._decode(name, tensors, start) for name in ("keys", "values"))
+        except (LookupError, ValueError):
+            return None
+        return keys, values
+
+    def _decode(self, name: str, tensors: Mapping[str, Tensor], start: int) -> Tensor:
+        basis, layout = self.basis, self.basis.layout
+        frame, cells = tensors[f"{name}.frames"], tensors[f"{name}.exact_cells"]
+        exact = tensors[f"{name}.exact"]
+        require_tensor(f"{name}.frames", frame, torch.uint8, None)
+        require_tensor(f"{name}.exact_cells", cells, torch.int32, None)
+        shape = (layout.layers, layout.kv_heads, len(cells), layout.head_dim)
+        require_tensor(f"{name}.exact", exact, layout.dtype, *shape)
+        require(len(frame) > 0, "an empty frame")
+        coded = CodedCells((bytes(tensor_bytes(frame)),), cells, exact)
+        step = basis.steps[self.codec]
+        return decode_cells(coded, _positions(start), basis, step, name == "keys")
+
+
+def block_coding(codec: str, fingerprint: Fingerprint) -> BlockCoding | None:
+    """Return how blocks of a model are coded; None if they are exact. Raises StoreError."""
+    if codec == "exact":
+        return None
+    try:
+        return BlockCoding(codec, newest_basis(fingerprint.to_dict()))
+    except InvalidArgument as error:
+        raise StoreError(str(error)) from error
+
+
+def checked_block_codec(codec: str) -> str:
+    """Raises InvalidArgument for an unknown codec."""
+    if codec not in BLOCK_CODECS:
+        raise InvalidArgument(f"codec must be one of {', '.join(BLOCK_CODECS)}; found {codec!r}")
+    return codec
+
+
+def _positions(start: int) -> Tensor:
+    return torch.arange(start, start + BLOCK_TOKENS, dtype=torch.int64, device="cpu")
