@@ -8,6 +8,8 @@ thinking, in case that session is gone or the item comes from another server.
 import base64
 import binascii
 import json
+import re
+import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id, parse_chat
 
 ITEM_TYPES = ("compaction", "compaction_summary", "context_compaction")
-HANDLE_PREFIX = "cmp_"
+_HANDLE = re.compile(r"cmp_[0-9a-f]{24}")
 _MARK = "kvkeep1."  # begins the content of our items
 _MAX_BYTES = 64_000_000  # of an item's conversation
 _KEPT_RESULTS = 3
@@ -34,6 +36,15 @@ class CompactedHistory:
 
     handle: str
     items: tuple[dict[str, Any], ...]
+
+
+def new_handle() -> str:
+    """Return a handle for a compacted session: its name, and that of its snapshot."""
+    return f"cmp_{secrets.token_hex(12)}"
+
+
+def is_handle(name: str) -> bool:
+    return _HANDLE.fullmatch(name) is not None
 
 
 def kept_items(items: Sequence[Any]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from kvkeep.chat.compaction_items import is_handle
 from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.interface import is_valid_name
 
@@ -18,7 +19,7 @@ _SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE_ROUTE = re.compile(r"/v1/snapshots/[^/]+/restore")
 SESSIONS_PATH = "/v1/sessions"
 # Sessions local to each server.
-_RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*|cmp_[0-9a-f]{24})", re.DOTALL)
+_RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def require_new_name(name: object) -> str:
     """Check and return a new session's name. Raises ApiError if it is invalid or reserved."""
     if not isinstance(name, str) or not is_valid_name(name):
         raise ApiError(400, f"name: {name!r:.120} is not a valid session name", param="name")
-    if _RESERVED_NAMES.fullmatch(name):
+    if _RESERVED_NAMES.fullmatch(name) or is_handle(name):
         message = f"name: {name!r} is reserved for slots, responses and compactions"
         raise ApiError(400, message, param="name")
     return name

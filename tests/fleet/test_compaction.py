@@ -75,15 +75,18 @@ def test_a_session_is_aligned_at_any_server_once(servers: list[httpx.Client]) ->
     assert a.post(path, json=wanted, headers={"If-Match": '"1"'}).status_code == 412
 
 
-def test_a_compacted_conversation_goes_on_at_another_server(servers: list[httpx.Client]) -> None:
+def test_a_compacted_conversation_goes_on_at_another_server(
+    servers: list[httpx.Client], replicas: Replicas
+) -> None:
     a, b = servers
     items = agent_items(3)
     key = {"Idempotency-Key": "k"}
     body = {"model": "x", "input": items}
     result = ok(a.post("/v1/responses/compact", json=body, headers=key))
     assert ok(a.post("/v1/responses/compact", json=body, headers=key)) == result
-    names = [entry["name"] for entry in ok(b.get("/v1/snapshots"))["data"]]
+    names = replicas("b").engine.snapshots("0").names()
     assert len(names) == 1
+    assert ok(b.get("/v1/snapshots"))["data"] == []  # it is no snapshot of the client
     answers = [ask(client, [*result["output"], QUESTION]) for client in (b, a)]
     assert evaluated(answers[0]) < 60
     assert answers[0]["output"][0]["content"] == answers[1]["output"][0]["content"]

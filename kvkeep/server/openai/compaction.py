@@ -6,7 +6,6 @@ is evaluated instead. Where several servers share a store, a labelled snapshot o
 there for the others.
 """
 
-import re
 import secrets
 import time
 from asyncio import to_thread, wrap_future
@@ -18,11 +17,12 @@ from typing import Any
 from fastapi import APIRouter
 
 from kvkeep.chat.compaction_items import (
-    HANDLE_PREFIX,
     CompactedHistory,
     compaction_item,
     expand_compaction,
+    is_handle,
     kept_items,
+    new_handle,
     user_messages,
 )
 from kvkeep.chat.openai_responses import input_items, parse_chat
@@ -40,7 +40,6 @@ from kvkeep.session.session import Session
 router = APIRouter()
 _TARGET = 0.5  # of max_kv_size
 _MAX_SESSIONS = 16  # compacted ones of an owner; of older ones the items' histories are left
-_HANDLE = re.compile(re.escape(HANDLE_PREFIX) + r"[0-9a-f]{24}")
 _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
 
 
@@ -87,7 +86,7 @@ async def compact_conversation(
 
     items: without compaction items. body: the request with its instructions and tools.
     """
-    kept, handle = kept_items(items), f"{HANDLE_PREFIX}{secrets.token_hex(12)}"
+    kept, handle = kept_items(items), new_handle()
     whole_ids = await _encode(body, items, context)
     kept_ids = await _encode(body, kept, context)
     system_end = common_prefix_length(kept_ids, await _encode(body, input_items("-"), context))
@@ -107,7 +106,7 @@ async def compact_conversation(
 async def _drop_oldest(context: RequestContext) -> None:
     """Delete the owner's oldest compacted sessions: clients compact a conversation repeatedly."""
     records = await wrap_future(context.engine.sessions(context.owner))
-    compacted = [record for record in records if _HANDLE.fullmatch(record.name)]
+    compacted = [record for record in records if is_handle(record.name)]
     compacted.sort(key=lambda record: record.created)
     for record in compacted[:-_MAX_SESSIONS]:
         with suppress(KvkeepError):  # a busy one is deleted after a later compaction
@@ -118,7 +117,7 @@ async def _drop_oldest(context: RequestContext) -> None:
 
 def _drop_oldest_snapshots(snapshots: LabelledSnapshots) -> None:
     dated = list[tuple[float, str]]()
-    for name in filter(_HANDLE.fullmatch, snapshots.names()):
+    for name in filter(is_handle, snapshots.names()):
         with suppress(FileNotFoundError):  # another server has deleted it
             dated.append((snapshots.path(name).stat().st_mtime, name))
     for _, name in sorted(dated)[:-_MAX_SESSIONS]:
@@ -133,7 +132,7 @@ async def prepare_compacted(
 
     Returns how many of the prompt's first tokens it holds; 0 if there is no session to continue.
     """
-    if _HANDLE.fullmatch(handle) is None:  # of an item that was not made here
+    if not is_handle(handle):  # of an item that was not made here
         return 0
     return await wrap_future(context.engine.continue_compacted(ids, name, handle, context.owner))
 
@@ -163,19 +162,20 @@ async def _compact_cells(
     system_end: how many first tokens are the system prompt, which stays exact.
     """
     engine, owner, model = context.engine, context.owner, context.service.model
+    progress = engine.yield_turn
     held = await wrap_future(engine.prepare(whole_ids, handle, owner))
     stream = await context.generate(GenerationRequest(tuple(whole_ids[held:]), 0), handle)
     await context.collect(stream)
 
     def edit(session: Session) -> None:
         try:
-            session.align(kept_ids, mode="in_place")
+            session.align(kept_ids, mode="in_place", progress=progress)
         except (InvalidArgument, ContextFull):  # such as of a model with states
-            session.align(kept_ids, mode="exact")
+            session.align(kept_ids, mode="exact", progress=progress)
         if system_end:
             session.name("system", 0, system_end)
         if session.policy == "full":
-            calibration, progress = model.calibration, engine.yield_turn
+            calibration = model.calibration
             session.compact(
                 _TARGET, steps=("compress",), calibration=calibration, progress=progress
             )

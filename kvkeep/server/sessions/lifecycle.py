@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from kvkeep.chat.compaction_items import is_handle
 from kvkeep.engine import Engine
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
@@ -135,7 +136,7 @@ async def snapshot(body: SnapshotRequest, context: SessionDep) -> Response:
 
 @router.get("/v1/snapshots")
 async def snapshots(context: ContextDep) -> dict[str, Any]:
-    """List snapshots, each with its session."""
+    """List snapshots, each with its session; without those of compacted conversations."""
     data = await to_thread(_snapshot_entries, context.engine, context.owner)
     return {"object": "list", "data": data}
 
@@ -143,6 +144,8 @@ async def snapshots(context: ContextDep) -> dict[str, Any]:
 def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
     folder, entries = engine.snapshots(owner), list[dict[str, Any]]()
     for label in folder.names():
+        if engine.shares_snapshots and is_handle(label):  # of a compacted conversation
+            continue
         file = folder.path(label)
         with suppress(FileNotFoundError):  # deleted meanwhile
             size, created = file.stat().st_size, int(file.stat().st_mtime)
