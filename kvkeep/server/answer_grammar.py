@@ -22,6 +22,8 @@ from kvkeep.server.no_calls import CallsForbidden
 from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.session.sampling import Constraint
 
+_CHANNELS = "harmony"  # the format in whose channels calls have headers
+
 
 @dataclass(frozen=True)
 class AnswerGrammar:
@@ -77,7 +79,9 @@ def compile_answer(
     """
     tools = chat.callable_tools
     if chat.choice.mode == "required":
-        return AnswerGrammar(_compile_forced_call(model, tools, gbnf))
+        return AnswerGrammar(
+            _compile_forced_call(model, tools, gbnf), has_header=_call_form(model) == _CHANNELS
+        )
     if schema is None and not gbnf and not tools:
         return AnswerGrammar(forbids_calls=bool(chat.tools))
     if schema is None or gbnf or not tools:
@@ -123,16 +127,20 @@ def compile_answer_or_calls(
 def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) -> Grammar | None:
     """Compile the grammar of one call, in the bytes that the chat template writes, or bare JSON.
 
-    Parameters that are not supported are free.
+    In channels it is a message to the tool, with its header. Parameters that are not supported are
+    free.
     """
     if gbnf:
         return compile_grammar(model, forced_call_schema(tools), gbnf)  # raises
     form = model.renderer.rendered_call
 
     def compiled(tools: Sequence[Tool]) -> Grammar:
+        rules = LarkRules(_marker_ids(model), model.end_token_ids)
+        if _call_form(model) == _CHANNELS:
+            calls = write_calls(_CHANNELS, AllowedCalls(rules, tools))
+            return Grammar.from_lark(model, rules.text(calls))
         if form is None:
             return Grammar.from_schema(model, forced_call_schema(tools))
-        rules = LarkRules(_marker_ids(model), model.end_token_ids)
         return Grammar.from_lark(model, rules.text(write_rendered_call(form, rules, tools)))
 
     return _first_supported(model, tools, compiled)

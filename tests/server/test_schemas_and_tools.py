@@ -100,6 +100,26 @@ def test_the_answer_is_calls_or_json_by_the_schema(name: str, tmp_path: Path) ->
                     assert ask(client, QUESTION, stream, PERSON) == parts, (ask, stream)
 
 
+def test_a_forced_call_in_channels_has_its_header(tmp_path: Path) -> None:
+    form = FORMS["harmony"]
+    markers = [text for text in FORMATS["harmony"].markers if _MARKER.fullmatch(text)]
+    model = family_model(tmp_path, markers, SIGNS["harmony"])
+    call = form.write_calls([ROME[1]]).replace("\x00", "")
+    text = f"{form.reasoning[0]}{REASONING[1]}{form.reasoning[1]}<|start|>assistant{call}"
+    options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    fields = {"tools": [tool], "tool_choice": "required", "max_tokens": 99, "temperature": 0}
+    engine = ScriptedEngine(model, lambda prompt: text.replace("\x00", ""), **options)
+    with serving(engine) as server, server.client() as client:
+        request = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        (choice,) = client.post("/v1/chat/completions", json=request).json()["choices"]
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"]["name"] == "weather"
+    assert json.loads(made["function"]["arguments"]) == ROME[1][1]
+    assert not choice["message"].get("content")
+    assert choice["message"]["reasoning_content"] == REASONING[1]
+
+
 @pytest.mark.parametrize("choice", ["none", "required"])
 def test_the_choice_of_tools_leaves_one_of_both(server: RunningServer, choice: str) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
