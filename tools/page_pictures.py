@@ -1,8 +1,9 @@
-"""Take the pictures of the web UI that the documentation shows; needs Chromium.
+"""Take the pictures of the web UI that the documentation shows; needs Chromium and Pillow.
 
 python tools/page_pictures.py docs/
 """
 
+import io
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import httpx
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from kvkeep import load_model
@@ -34,9 +36,11 @@ def main(folder: Path) -> None:
         playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"]) as browser,
     ):
         create_sessions(client)
-        with page(browser, server, "/#/sessions/talk", 820) as shown:
-            shown.get_by_role("button", name="turn 1 answer").click()
+        with page(browser, server, "/#/chat/talk", 820) as shown:
+            shown.locator(".turn-bars button[data-turn='turn 1']").click()
             take(shown, folder / "page-session.png")
+            shown.set_viewport_size({"width": 390, "height": 820})
+            take(shown, folder / "page-narrow.png")
         with page(browser, server, "/#/sessions/manual", 820, dark=True) as shown:
             take(shown, folder / "page-memory.png")
         with page(browser, server, "/#/sessions/compressed/heads", 620) as shown:
@@ -46,6 +50,42 @@ def main(folder: Path) -> None:
             take(shown, folder / "page-missed.png")
         with page(browser, server, "/#/tree", 420) as shown:
             take(shown, folder / "page-tree.png")
+        with page(browser, server, "/#/", 600) as shown:
+            film(shown, folder / "page-chat.gif")
+
+
+def film(shown: Page, file: Path) -> None:
+    """Chat, pin a turn, make the model forget it, and undo that, as an animated picture."""
+    frames = [frame(shown)]
+
+    def wait_and_take(count: int, milliseconds: int = 350) -> None:
+        for _ in range(count):
+            shown.wait_for_timeout(milliseconds)
+            frames.append(frame(shown))
+
+    shown.get_by_role("button", name="Settings").click()
+    shown.locator("dialog [name=max_tokens]").fill("60")
+    shown.locator("dialog button.main").click()
+    for number, question in enumerate(("Tell me about Lima.", "And about Quito?"), 1):
+        shown.get_by_label("Message", exact=True).fill(question)
+        wait_and_take(1)
+        shown.keyboard.press("Enter")
+        while shown.locator(".turn:not(.open)").count() < number:
+            wait_and_take(1)
+    shown.locator(".turn-bars button[data-turn='turn 1']").click()
+    wait_and_take(2)
+    for button in ("Pin", "Forget", "Undo forget"):
+        shown.get_by_role("button", name=button, exact=True).click()
+        wait_and_take(3)
+    options = {"duration": [400] * (len(frames) - 1) + [2500], "loop": 0, "optimize": True}
+    frames[0].save(file, save_all=True, append_images=frames[1:], **options)
+    print(file)
+
+
+def frame(shown: Page) -> Image.Image:
+    """Return what the page shows, in few colours."""
+    picture = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+    return picture.resize((960, 450)).quantize(64)
 
 
 def create_sessions(client: httpx.Client) -> None:

@@ -136,6 +136,23 @@ class Conversation:
         turn, spans = f"turn {self.last_turn}", self.session.span_ranges
         return turn in spans and f"{turn} answer" not in spans
 
+    def reopen_turn(self) -> None:
+        """Make the newest answer go on where it ended: the next tokens belong to it.
+
+        The end token of an answer that is complete is removed. Raises InvalidArgument if there is
+        no answer, if text follows it, or if the end token cannot be rewound.
+        """
+        turn, spans = f"turn {self.last_turn}", self.session.span_ranges
+        tokens = self.session.tokens
+        answer = spans.get(f"{turn} answer")
+        if answer is None or spans[turn][1] != len(tokens):
+            raise InvalidArgument(
+                "there is no answer at the session's end to continue: send content, a new message"
+            )
+        if tokens[-1] in self._eos_token_ids:
+            self.session.rewind(1)
+        self.session.name(turn, spans[turn][0], answer[0])
+
     def end_turn(self) -> None:
         """Name the span of the newest turn's answer, which is complete."""
         if not self.last_turn:

@@ -110,6 +110,17 @@ def test_an_answer_is_generated_once_more_and_undone(page: Page, client: httpx.C
     assert not [other for other in left if other.startswith("_undo")]
 
 
+def test_an_answer_is_continued(page: Page, client: httpx.Client) -> None:
+    name = start(page, "Count from one to twenty.", tokens=6)
+    before = "".join(texts(client, name))
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".memory-panel")).to_contain_text("wrote 6")
+    expect(turns(page)).to_have_count(1)
+    after = "".join(texts(client, name))
+    assert after.startswith(before)
+    assert len(after) > len(before)
+
+
 def test_an_earlier_message_is_asked_otherwise_in_a_branch(
     page: Page, client: httpx.Client
 ) -> None:

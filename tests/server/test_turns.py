@@ -115,3 +115,26 @@ def test_user_text_is_not_parsed_as_control_tokens(client: httpx.Client, smollm2
     ids = [item["id"] for item in client.get(f"/v1/sessions/{name}/text").json()["pieces"]]
     begin = smollm2.text.encode("<|im_start|>", True)[0]
     assert ids.count(begin) == 3  # of the template: system, user, assistant
+
+
+def test_an_answer_is_continued(client: httpx.Client) -> None:
+    """In parts it is what it is as a whole, and its span has all of it."""
+    question = {"content": "Write a story about a ship.", "temperature": 0}
+    for name in ("whole", "parts"):
+        client.post("/v1/sessions", json={"name": name}).raise_for_status()
+    path = "/v1/sessions/{}/turns"
+    empty = client.post(path.format("parts"), json={"temperature": 0})
+    assert empty.status_code == 400
+    assert "send content" in empty.json()["error"]["message"]
+    whole = client.post(path.format("whole"), json=question | {"max_tokens": 24}).json()
+    client.post(path.format("parts"), json=question | {"max_tokens": 8}).raise_for_status()
+    for _ in range(2):
+        more = {"temperature": 0, "max_tokens": 8}
+        client.post(path.format("parts"), json=more).raise_for_status()
+    views = [client.get(f"/v1/sessions/{name}/memory").json() for name in ("whole", "parts")]
+    assert views[0]["spans"] == views[1]["spans"]
+    texts = [
+        client.get(f"/v1/sessions/{name}/text").json()["pieces"] for name in ("whole", "parts")
+    ]
+    assert texts[0] == texts[1]
+    assert whole["finish_reason"] == "length"

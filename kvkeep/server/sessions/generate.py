@@ -91,12 +91,12 @@ class GenerateRequest(FeedRequest):
 
 
 class TurnRequest(SamplingParams):
-    """A user's turn.
+    """A user's turn. Without content, the newest answer is continued.
 
     system: the system prompt, before the first turn only. speculate: as of `GenerateRequest`.
     """
 
-    content: Annotated[str, Field(min_length=1)]
+    content: Annotated[str | None, Field(min_length=1)] = None
     system: str | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
     stream: bool = False
@@ -132,6 +132,7 @@ async def generate(body: GenerateRequest, context: SessionDep) -> Response | dic
 async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
+    Without `content`, the newest reply goes on where it ended.
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     SESSION_RULES.check(body, context.notices)
@@ -139,7 +140,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     model = context.service.model
     request = partial(_turn_request, model, body, sampling)
     reader = await to_thread(model.renderer.new_reader)  # the first one renders with the template
-    report, revision = await compact_before_turn(context, body.content, body.system)
+    report, revision = await compact_before_turn(context, body.content or "", body.system)
     context = replace(context, revision=revision)
     extra = {} if report is None else {"compaction": report_fields(report)}
     return await _run(request, context, body.stream, reader, extra)
@@ -148,18 +149,27 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 def _turn_request(
     model: Model, body: TurnRequest, sampling: Sampling, record: SessionRecord
 ) -> GenerationRequest:
-    """Begin a turn in a session, and return the request for its reply."""
-    chat = _conversation(model, record, body.system)
+    """Begin a turn in a session, and return the request for its reply, or for more of it."""
+    chat, question = _conversation(model, record, body.system), body.content
+    if question is None:
+        chat.reopen_turn()
+        return GenerationRequest(
+            (),
+            body.max_tokens,
+            sampling,
+            speculate=body.speculate,
+            on_end=lambda *_: chat.end_turn(),
+        )
     if chat.is_open:
         chat.end_turn()
-    ids = chat.begin_turn(body.content)
+    ids = chat.begin_turn(question)
 
     def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
         if num_prefilled < len(ids):  # cancelled during prefill: remove the question
             with suppress(InvalidArgument):  # evicted tokens cannot be rewound
                 session.rewind(num_prefilled)
             return
-        chat.name_turn(body.content, len(ids), num_generated)
+        chat.name_turn(question, len(ids), num_generated)
         chat.end_turn()
 
     return GenerationRequest(

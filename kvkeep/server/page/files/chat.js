@@ -2,17 +2,18 @@
 
 import { ApiError, get, send, streamEvents } from "./api.js";
 import { changeError, changeHeaders } from "./actions.js";
-import { askSettings, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
+import { ChatChanges } from "./chat_changes.js";
+import { keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { composer } from "./composer.js";
 import { conversationsChanged } from "./conversations.js";
-import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { fill, h, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { memoryPanel } from "./memory_panel.js";
 import { openTurn, turnElement } from "./message.js";
 import { fetchPieces } from "./tokens.js";
 import { turnStrip } from "./turn_strip.js";
 import { turnsOf } from "./turns.js";
-import { dropUndo, keepUndo, undo, undoSteps } from "./undo.js";
+import { undoSteps } from "./undo.js";
 
 /** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -30,7 +31,7 @@ export async function chat(container, { signal, edits, parts, settings }) {
   await view.open(parts[1] || null);
 }
 
-class ChatView {
+export class ChatView {
   /** @param {HTMLElement} container @param {AbortSignal} signal @param {boolean} edits @param {any} settings */
   constructor(container, signal, edits, settings) {
     this.container = container;
@@ -51,6 +52,7 @@ class ChatView {
     this.selected = null; // the label of a turn
     /** @type {{timings: any, held: number} | null} */
     this.lastAnswer = null;
+    this.changes = new ChatChanges(this);
     this.busy = false; // whether an answer or a change is in progress
     this.newSystem = ""; // of a conversation that has not begun
     /** @type {import("./chat_settings.js").Sampling} */
@@ -58,10 +60,10 @@ class ChatView {
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1", {}, "New chat");
     this.headerButtons = h("div", { class: "actions" });
-    this.box = composer((text) => this.say(text), () => this.running?.abort(), () => this.exclusively(() => this.changeSettings()));
+    this.box = composer((text) => this.say(text), () => this.running?.abort(), () => this.exclusively(() => this.changes.changeSettings()));
     const note = h("p", { class: "hint" }, "This page may only read here. Start the server with --allow-edit to chat and to edit.");
     this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
-    this.panel = memoryPanel(edits ? { change: (...change) => this.changeMemory(...change), branch: (at) => this.exclusively(() => this.branch(at)) } : null);
+    this.panel = memoryPanel(edits ? { change: (...change) => this.changes.changeMemory(...change), branch: (at) => this.exclusively(() => this.changes.branch(at)) } : null);
     this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
     const column = h("div", { class: "chat-column" }, this.log, edits ? this.box.element : note);
     this.frame = h("div", { class: "chat" }, h("div", { class: "chat-header" }, this.heading, this.headerButtons, this.panelButton), this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
@@ -150,12 +152,6 @@ class ChatView {
     (open ? this.panel.element : this.panelButton).focus({ preventScroll: true });
   }
 
-  /** @param {string} operation @param {string} path @param {any} body @param {string} message */
-  changeMemory(operation, path, body, message) {
-    const run = (/** @type {any} */ headers) => send("POST", `${this.path}/${path}`, body, { headers });
-    return this.exclusively(() => this.change(operation, run, message), this.panel.element);
-  }
-
   drawWelcome() {
     document.title = "New chat - kvkeep";
     this.heading.textContent = "New chat";
@@ -223,8 +219,8 @@ class ChatView {
   async drawHeader() {
     const [step] = this.edits ? await undoSteps(/** @type {string} */ (this.name)) : [];
     const link = h("a", { class: "button", href: `#/sessions/${this.name}` }, "Inspect");
-    const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.undo(step)) }, `Undo ${step.operation}`) : null;
-    const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.branch(null)) }, "Branch") : null;
+    const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
+    const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
     fill(this.headerButtons, undoButton, branch, link);
   }
 
@@ -270,11 +266,12 @@ class ChatView {
     const isTurn = turn.label.startsWith("turn ");
     const memoryButton = h("button", { class: "small", onclick: () => this.select(turn.label, "chat") }, "Memory");
     if (part === turn.parts[0] && turn.parts.length === 1 && part.role !== "answer") return [memoryButton];
-    if (part.role === "question" && isTurn) return [button("Edit", () => this.editQuestion(turn, part), "Ask otherwise, in a branch")];
+    if (part.role === "question" && isTurn) return [button("Edit", () => this.changes.editQuestion(turn, part), "Ask otherwise, in a branch")];
     if (part.role !== "answer") return [];
     return [
-      isTurn && isLast ? button("Regenerate", () => this.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
-      button("Branch from here", () => this.branch(turn.end)),
+      isTurn && isLast ? button("Regenerate", () => this.changes.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
+      isTurn && isLast ? button("Continue", () => this.changes.continueAnswer(), "Go on where the answer ended") : null,
+      button("Branch from here", () => this.changes.branch(turn.end)),
       memoryButton,
     ].flatMap((element) => (element ? [element] : []));
   }
@@ -363,113 +360,10 @@ class ChatView {
     if (this.memory) await this.draw();
   }
 
-  /**
-   * Changes the session, with a fork kept for undo. Returns whether it was done.
-   * @param {string} operation @param {(headers: Record<string, string>) => Promise<any>} run @param {string} message
-   */
-  async change(operation, run, message) {
-    const memory = /** @type {Memory} */ (this.memory);
-    /** @type {string | null} */
-    let kept = null;
-    try {
-      kept = await keepUndo(memory.name, memory.revision, operation);
-      await run(changeHeaders(memory.revision));
-      showStatus(message);
-    } catch (error) {
-      if (kept) await dropUndo(kept).catch(() => {});
-      showStatus(changeError(error), true);
-      await this.reload();
-      return false;
-    }
-    await this.reload();
-    return true;
-  }
-
-  /** @param {import("./undo.js").Step} step */
-  async undo(step) {
-    const memory = /** @type {Memory} */ (this.memory);
-    try {
-      await undo(memory.name, step, memory.revision);
-      showStatus(`Undone: ${step.operation}.`);
-    } catch (error) {
-      showStatus(changeError(error), true);
-    }
-    this.memory = null;
-    await this.reload();
-  }
-
-  /** @param {Turn} turn */
-  async regenerate(turn) {
-    const memory = /** @type {Memory} */ (this.memory);
-    const question = turn.parts.find(({ role }) => role === "question");
-    if (!question) return;
-    const count = memory.tokens - turn.start;
-    const rewind = (/** @type {any} */ headers) => send("POST", `${this.path}/rewind`, { count }, { headers });
-    if (await this.change("regenerate", rewind, "")) await this.takeTurn(question.text);
-  }
-
-  /** @param {Turn} turn @param {Part} question */
-  async editQuestion(turn, question) {
-    const fields = [{ name: "text", label: "Message", kind: "textarea", value: question.text, required: true }];
-    const note = h("p", { class: "hint" }, "The new message is asked in a branch; this conversation stays as it is.");
-    const values = await promptDialog("Ask otherwise", fields, "Send", note);
-    if (!values) return;
-    const at = this.turns[0] === turn ? 0 : turn.start;
-    const name = await this.fork(at, String(values.text));
-    if (!name) return;
-    this.leaveFor(name);
-    await this.load();
-    await this.takeTurn(String(values.text));
-  }
-
-  /** @param {number | null} at */
-  async branch(at) {
-    const name = await this.fork(at, "");
-    if (name) location.hash = `#/chat/${name}`;
-  }
-
-  /**
-   * Forks the conversation; returns the fork's name, or null.
-   * @param {number | null} at @param {string} text that it goes on with
-   */
-  async fork(at, text) {
-    const memory = /** @type {Memory} */ (this.memory);
-    const title = text ? titleFor(text) : `${titleOf(memory.name)} (branch)`;
-    const body = { name: nameFor(title.slice(0, 40)), ...(at === null ? {} : { at }) };
-    try {
-      const forked = await send("POST", `${this.path}/fork`, body, { headers: changeHeaders(memory.revision) });
-      keep(forked.name, { title, sampling: keptOf(memory.name).sampling });
-      conversationsChanged();
-      return /** @type {string} */ (forked.name);
-    } catch (error) {
-      showStatus(changeError(error), true);
-      return null;
-    }
-  }
-
   // Shows another conversation in this view.
   /** @param {string} name */
   leaveFor(name) {
     history.pushState(null, "", `#/chat/${name}`);
     [this.name, this.memory, this.texts, this.turns, this.lastAnswer] = [name, null, [], [], null];
-  }
-
-  async changeSettings() {
-    const name = this.name;
-    const begun = Boolean(this.memory?.tokens);
-    const system = this.turns.find(({ label }) => label === "system")?.parts[0];
-    const hint = begun ? (system ? "edited in memory" : "this conversation began without one") : "for the whole conversation";
-    const sampling = name === null ? this.newSampling : keptOf(name).sampling || {};
-    const current = begun ? system?.text || "" : this.newSystem;
-    const values = await askSettings(sampling, current, hint, !begun || Boolean(system), this.settings.sampling || {});
-    if (!values) return;
-    if (name === null) this.newSampling = values.sampling;
-    else keep(name, { sampling: values.sampling });
-    if (!begun) this.newSystem = values.system;
-    else if (system && values.system !== current) {
-      const body = { op: "replace", span: system.label, text: values.system };
-      const replace = (/** @type {any} */ headers) => send("POST", `${this.path}/edit`, body, { headers });
-      await this.change("edit", replace, "The system prompt was replaced in memory.");
-    }
   }
 }

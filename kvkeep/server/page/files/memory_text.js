@@ -48,7 +48,7 @@ export function pinText(memory, { start, end }) {
  * @param {Memory} memory @param {number} end of the text
  */
 export const replaceText = (memory, end) =>
-  `Evaluates the new text alone; with the box below, ${counted(memory.tokens - end, "token")} after it as well.`;
+  `Evaluates the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
 
 /**
  * Returns what a compression would leave.
