@@ -329,6 +329,39 @@ def test_compression_is_shown_before_it_is_done(page: Page, client: httpx.Client
     expect(panel.locator(".legend")).not_to_contain_text("compressed")
 
 
+def test_a_conversation_has_its_own_policy_and_budget(page: Page, client: httpx.Client) -> None:
+    page.goto("/#/")
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    page.locator("dialog [name=policy]").select_option("full")
+    page.locator("dialog [name=max_kv_size]").fill("600")
+    page.locator("dialog [name=max_tokens]").fill("4")
+    page.locator("dialog button.main").click()
+    box(page).fill("Hello.")
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(1)
+    shown = client.get(f"/v1/sessions/{page.url.rpartition('/')[2]}/memory").json()
+    assert (shown["policy"], shown["max_kv_size"]) == ("full", 600)
+    page.get_by_role("button", name="Settings").click()
+    expect(page.locator("dialog [name=policy]")).to_have_count(0)
+
+
+def test_a_branch_stays_one_after_an_undo(page: Page, client: httpx.Client) -> None:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    name = start(page, "Name a lake in Peru.", tokens=4)
+    page.get_by_role("button", name="Branch", exact=True).click()
+    expect(page.locator("h1")).to_contain_text("(branch)")
+    branch = page.url.rpartition("/")[2]
+    item = page.locator("#conversations li", has=page.locator(f'[data-name="{branch}"]'))
+    expect(item.get_by_label("branch", exact=True)).to_have_count(1)
+    strip(page).last.click()
+    page.get_by_role("button", name="Forget").click()
+    page.get_by_role("button", name="Undo forget").click()
+    expect(page.locator("#status")).to_have_text("Undone: forget.")
+    expect(item.get_by_label("branch", exact=True)).to_have_count(1)
+    assert texts(client, branch) == texts(client, name)
+
+
 def focus_by_tab(page: Page, selector: str) -> None:
     """Press Tab until an element has the focus."""
     expected = page.locator(selector).first

@@ -54,6 +54,8 @@ export class ChatView {
     this.lastAnswer = null;
     this.changes = new ChatChanges(this);
     this.busy = false; // whether an answer or a change is in progress
+    /** @type {import("./chat_settings.js").SessionSettings} */
+    this.newSession = {};
     this.newSystem = ""; // of a conversation that has not begun
     /** @type {import("./chat_settings.js").Sampling} */
     this.newSampling = {};
@@ -295,7 +297,7 @@ export class ChatView {
   // Creates the session of a new conversation. Raises ApiError.
   /** @param {string} content */
   async create(content) {
-    const created = await send("POST", "/v1/sessions", { name: nameFor(content) });
+    const created = await send("POST", "/v1/sessions", { name: nameFor(content), ...this.newSession });
     this.name = created.name;
     keep(created.name, { title: titleFor(content), sampling: this.newSampling });
     history.replaceState(null, "", `#/chat/${created.name}`);

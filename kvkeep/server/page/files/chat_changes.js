@@ -99,7 +99,7 @@ export class ChatChanges {
     const body = { name: nameFor(title.slice(0, 40)), ...(at === null ? {} : { at }) };
     try {
       const forked = await send("POST", `${this.chat.path}/fork`, body, { headers: changeHeaders(memory.revision) });
-      keep(forked.name, { title, sampling: keptOf(memory.name).sampling });
+      keep(forked.name, { title, sampling: keptOf(memory.name).sampling, branchOf: memory.name });
       conversationsChanged();
       return /** @type {string} */ (forked.name);
     } catch (error) {
@@ -115,9 +115,9 @@ export class ChatChanges {
     const hint = begun ? (system ? "edited in memory" : "this conversation began without one") : "for the whole conversation";
     const sampling = name === null ? this.chat.newSampling : keptOf(name).sampling || {};
     const current = begun ? system?.text || "" : this.chat.newSystem;
-    const values = await askSettings(sampling, current, hint, !begun || Boolean(system), this.chat.settings.sampling || {});
+    const values = await askSettings(sampling, current, hint, !begun || Boolean(system), this.chat.settings.sampling || {}, name === null ? this.chat.newSession : null);
     if (!values) return;
-    if (name === null) this.chat.newSampling = values.sampling;
+    if (name === null) [this.chat.newSampling, this.chat.newSession] = [values.sampling, values.session];
     else keep(name, { sampling: values.sampling });
     if (!begun) this.chat.newSystem = values.system;
     else if (system && values.system !== current) {

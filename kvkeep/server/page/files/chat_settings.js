@@ -3,7 +3,8 @@
 import { h, promptDialog } from "./dom.js";
 
 /** @typedef {{temperature?: number, top_p?: number, repeat_penalty?: number, max_tokens?: number}} Sampling */
-/** @typedef {{title?: string, sampling?: Sampling}} Kept */
+/** @typedef {{title?: string, sampling?: Sampling, branchOf?: string}} Kept */
+/** @typedef {{policy?: string, max_kv_size?: number}} SessionSettings  Of a new session. */
 
 const STORE = "kvkeep conversations";
 
@@ -68,12 +69,15 @@ export function titleFor(text) {
   return line.length > 60 ? `${line.slice(0, 57)}...` : line;
 }
 
+const POLICIES = ["", "sliding", "shift", "archive", "self_extend", "full"];
+
 /**
  * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
  * @param {Sampling} sampling @param {string} system @param {string} systemHint
  * @param {boolean} systemEditable @param {Record<string, number>} defaults
+ * @param {SessionSettings | null} session null for a session that exists
  */
-export async function askSettings(sampling, system, systemHint, systemEditable, defaults) {
+export async function askSettings(sampling, system, systemHint, systemEditable, defaults, session) {
   /** @param {string} name */
   const placeholder = (name) => (defaults[name] === undefined ? "server default" : `${defaults[name]}`);
   const fields = [
@@ -82,6 +86,7 @@ export async function askSettings(sampling, system, systemHint, systemEditable, 
     number("top_p", "Top-p: sample among the likeliest tokens of this probability", 0, 1, 0.01),
     number("repeat_penalty", "Repetition penalty: above 1, fewer repetitions", 0.5, 2, 0.01),
     number("max_tokens", "Longest answer, in tokens", 1, 100000, 1),
+    ...(session ? sessionFields(session) : []),
   ];
   /** @param {string} name @param {string} label @param {number} min @param {number} max @param {number} step */
   function number(name, label, min, max, step) {
@@ -90,7 +95,14 @@ export async function askSettings(sampling, system, systemHint, systemEditable, 
   }
   const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, "An empty field takes the server's default."));
   if (!values) return null;
-  const { system: text, ...numbers } = values;
+  const { system: text, policy, max_kv_size, ...numbers } = values;
   const chosen = Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null));
-  return { system: String(text), sampling: /** @type {Sampling} */ (chosen) };
+  const memory = { ...(policy ? { policy } : {}), ...(max_kv_size ? { max_kv_size } : {}) };
+  return { system: String(text), sampling: /** @type {Sampling} */ (chosen), session: memory };
 }
+
+/** @param {SessionSettings} session */
+const sessionFields = (session) => [
+  { name: "policy", label: "Memory policy: what is evicted once the budget is full", choices: POLICIES, value: session.policy || "" },
+  { name: "max_kv_size", label: "Memory budget, in cells", kind: "number", value: session.max_kv_size ?? "", min: "1", step: "1", placeholder: "server default" },
+];

@@ -1,7 +1,7 @@
 // The list of conversations at the left: search, open, rename, delete.
 
 import { ApiError, get, send } from "./api.js";
-import { drop, keep, titleOf } from "./chat_settings.js";
+import { drop, keep, keptOf, titleOf } from "./chat_settings.js";
 import { fill, h, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { isUndoName, undoNamesOf } from "./undo.js";
@@ -23,6 +23,7 @@ export function conversations(container, edits) {
   const hint = h("p", { class: "hint" });
   /** @type {Entry[]} */
   let entries = [];
+  let latest = ""; // what the server said
 
   const draw = () => {
     const query = search.value.trim().toLowerCase();
@@ -40,8 +41,9 @@ export function conversations(container, edits) {
   const reload = async () => {
     try {
       const { data } = await get(PATH);
-      const unchanged = JSON.stringify(data) === JSON.stringify(entries);
-      entries = data;
+      const unchanged = JSON.stringify(data) === latest;
+      entries = data.map(withParent);
+      latest = JSON.stringify(data);
       if (!unchanged) draw();
     } catch (error) {
       if (!(error instanceof ApiError)) return; // the connection's state is shown elsewhere
@@ -75,6 +77,10 @@ export function conversations(container, edits) {
   draw();
   reload();
 }
+
+// After an undo, a branch is a fork of what was kept for it: this browser knows of what it was one.
+/** @param {Entry} entry @returns {Entry} */
+const withParent = (entry) => (entry.parent && isUndoName(entry.parent) ? { ...entry, parent: keptOf(entry.name).branchOf || null } : entry);
 
 export const conversationsChanged = () => document.dispatchEvent(new CustomEvent("conversations"));
 

@@ -57,7 +57,7 @@ export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 export const sessionLink = (name) => h("a", { href: `#/sessions/${name}` }, name);
 
 // A link to the view's data as JSON. With an API key the page has to fetch it: a link sends none.
-function jsonLink(path) {
+export function jsonLink(path) {
   const open = async (event) => {
     if (!hasKey()) return;
     event.preventDefault();

@@ -1,7 +1,7 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
 import { get } from "./api.js";
-import { bytes, fill, h, number, promptDialog, showStatus } from "./dom.js";
+import { bytes, fill, h, jsonLink, number, promptDialog, showStatus } from "./dom.js";
 import { answerText, compressText, forgetText, heldText, pinText, replaceText } from "./memory_text.js";
 import { reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -20,11 +20,12 @@ import { sharesOf } from "./turns.js";
  * @param {Actions | null} actions
  */
 export function memoryPanel(actions) {
+  const heading = h("h2", {}, "Memory");
   const budget = h("div");
   const answer = h("div");
   const turnPart = h("div", { class: "turn-card" });
   const compressPart = h("div");
-  const element = h("aside", { class: "memory-panel", "aria-label": "Memory", tabindex: "0" }, h("h2", {}, "Memory"), budget, answer, turnPart, compressPart);
+  const element = h("aside", { class: "memory-panel", "aria-label": "Memory", tabindex: "0" }, heading, budget, answer, turnPart, compressPart);
   let compressedFor = ""; // the policy whose control is drawn
   let updateCost = () => {};
   /** @type {Memory | null} */
@@ -35,6 +36,7 @@ export function memoryPanel(actions) {
     /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected @param {any} lastAnswer */
     draw(memory, turns, selected, lastAnswer) {
       latest = memory;
+      fill(heading, "Memory ", jsonLink(`/v1/sessions/${memory.name}/memory`));
       fill(budget, budgetElements(memory));
       fill(answer, h("p", {}, answerSentence(memory, lastAnswer)), isPrompt(memory) ? whyButton(memory, answer) : null);
       const turn = turns.find(({ label }) => label === selected);
