@@ -224,6 +224,7 @@ def _with_system_text(chat: Chat, text: str) -> Chat:
     return replace(chat, messages=normalized([*kept, *rest]))
 
 
+LATE_TOOLS = "late-tools"
 PROMPT_RULES = (
     PromptRule(
         "billing-header",
@@ -248,6 +249,12 @@ PROMPT_RULES = (
         "drops <system-reminder> blocks from user messages after the first",
         False,
         _drop_reminders,
+    ),
+    PromptRule(
+        LATE_TOOLS,
+        "describes tools that come in the middle of a conversation there, and not before it",
+        False,
+        lambda chat: chat,  # by `LateTools`, which knows the conversation's earlier requests
     ),
 )
 DEFAULT_RULES = select_rules("default")

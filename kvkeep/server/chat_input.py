@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer
 from kvkeep.server.answer_grammar import compile_answer
@@ -149,7 +148,7 @@ async def chat_input(
     what the template cannot take. Answers that the server generated for the owner are in the tokens
     that the model sampled. restore_reasoning: with their reasoning, where the client dropped it.
     """
-    chat, rules = apply_rules(chat, context.service.prompt_rules)
+    chat, rules = context.service.ruled(context.owner, chat)
     context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
     written = context.engine.written

@@ -12,7 +12,9 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
-from kvkeep.chat.prompt_rules import DEFAULT_RULES, PromptRule
+from kvkeep.chat.late_tools import LateTools
+from kvkeep.chat.messages import Chat
+from kvkeep.chat.prompt_rules import DEFAULT_RULES, LATE_TOOLS, PromptRule, apply_rules
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -58,6 +60,7 @@ class Service:
     admission_queue: AdmissionQueue = field(default_factory=AdmissionQueue)
     # Of prefixes that requests mark, in tokens, by a digest of owner and text; the newest last.
     prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    late_tools: LateTools = field(default_factory=LateTools)  # for the prompt rule of that name
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 
@@ -69,6 +72,18 @@ class Service:
     def context_size(self) -> int:
         """The most tokens that a session holds by default."""
         return self.engine.default_max_kv_size
+
+    def ruled(self, owner: str, chat: Chat, whole: bool = True) -> tuple[Chat, tuple[str, ...]]:
+        """Return a conversation changed by the prompt rules, and their names.
+
+        whole: whether it is a whole request's, and not the beginning of one.
+        """
+        chat, names = apply_rules(chat, self.prompt_rules)
+        if any(rule.name == LATE_TOOLS for rule in self.prompt_rules):
+            placed = self.late_tools.place(owner, chat, remember=whole)
+            if placed is not chat:
+                return placed, (*names, LATE_TOOLS)
+        return chat, names
 
     def max_tokens(self, requested: int | None) -> int:
         """Return the requested limit; by default, the model's number of positions."""

@@ -158,7 +158,7 @@ def test_rules_give_a_normal_form_and_change_it_once(conversation: Chat, line: s
         ("-billing-header", []),
         ("dates", ["billing-header", "dates"]),
         ("none, dates", ["dates"]),
-        ("all,-reminders,-dates", ["billing-header", "session-ids"]),
+        ("all,-reminders,-dates", ["billing-header", "session-ids", "late-tools"]),
         ("reminders,none", []),
     ],
 )

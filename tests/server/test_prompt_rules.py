@@ -69,3 +69,32 @@ def test_rules_that_are_off_change_nothing(server: RunningServer) -> None:
         server.service.prompt_rules = before
     assert "x-anthropic-billing-header" in response.json()["prompt"]
     assert RULES_HEADER not in response.headers
+
+
+def test_tools_that_come_later_leave_the_prompt_before_them_as_it_was(
+    server: RunningServer,
+) -> None:
+    names = [f"tool_{number}" for number in range(8)]
+    texts = [f"{name}: looks at a thing, and says what it is." for name in names]
+    functions = [{"name": n, "description": text} for n, text in zip(names, texts, strict=True)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "For tools. " + "Answer in one word. " * 60},
+        {"role": "user", "content": "Question?"},
+    ]
+    later: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "And now?"},
+    ]
+    cached = []
+    for rules in ("default", "late-tools"):
+        server.service.prompt_rules = select_rules(rules)
+        messages[0]["content"] += rules
+        with server.client() as client:
+            for history, count in ((messages, 7), ([*messages, *later], 8)):
+                fields = {"messages": history, "tools": tools[:count], "max_tokens": 1}
+                answer = client.post("/v1/chat/completions", json=fields)
+        cached.append(cached_tokens("", answer.json()))
+        assert (answer.headers.get(RULES_HEADER) == "late-tools") is (rules == "late-tools")
+    server.service.prompt_rules = select_rules("default")
+    assert cached[0] < cached[1]

@@ -15,7 +15,6 @@ from typing import Any
 from kvkeep.chat.anthropic_messages import parse_chat
 from kvkeep.chat.context_edits import without_reasoning
 from kvkeep.chat.messages import Message
-from kvkeep.chat.prompt_rules import apply_rules
 from kvkeep.engine import PinRequest, Usage
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.anthropic.request import CountTokensRequest
@@ -146,7 +145,7 @@ def _render(
     options = replace(body.render_options(), generation_prompt=generation_prompt)
     service = context.service
     try:
-        chat, _ = apply_rules(parse_chat(fields), service.prompt_rules)
+        chat, _ = service.ruled(context.owner, parse_chat(fields), whole=False)
         sent = chat.messages
         chat = replace(chat, messages=_as_edited(sent, edited))
         # As in the request's prompt: thinking that is cleared does not come back.
