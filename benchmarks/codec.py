@@ -2,11 +2,11 @@
 
     python -m benchmarks.codec --out docs/results/codec.json
 
-A basis is measured on Python's manual, in a folder of its own, or taken from `--home`. Passages
-that it was not measured on, of the manual and of docstrings, are prefilled, saved by each codec and
-restored. The KL divergence is that of the next 256 tokens from the session that was not saved;
-facts that were hidden in texts are asked for before and after. Ratios are of the bytes of keys and
-values, without logits and tokens; times of a passage of 4,096 tokens, medians.
+A basis is measured on the beginning of Python's manual, or taken from `--home`. Passages of the
+manual and of docstrings are prefilled, saved by each codec and restored. The KL divergence is that
+of the next 256 tokens from the session that was not saved; facts that were hidden in texts are
+asked for before and after. Ratios are of the bytes of keys and values, without logits and tokens;
+times of a passage of 4,096 tokens, medians.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ much they change predictions, so that one step serves all components.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -50,16 +50,6 @@ class GroupBasis:
     def components(self) -> int:
         return self.decode.shape[0]
 
-    @cached_property
-    def encode_matrix(self) -> Tensor:
-        """`encode` in float32."""
-        return self.encode.float()
-
-    @cached_property
-    def decode_matrix(self) -> Tensor:
-        """`decode` in float32."""
-        return self.decode.float()
-
 
 @dataclass(frozen=True)
 class CellBasis:
@@ -88,6 +78,21 @@ class CellBasis:
             if not name.endswith(".encode"):
                 hasher.update(tensor_bytes(tensor))
         return hasher.hexdigest()[:32]
+
+    @cached_property
+    def matrices(self) -> Mapping[str, Sequence[tuple[Tensor, Tensor]]]:
+        """`encode` and `decode` of each group's keys and values, in the dtype of products.
+
+        bfloat16 where the processor multiplies it fast, for cells that have no more bits: what that
+        rounds is small against a step.
+        """
+        is_fast = self.layout.dtype == torch.bfloat16 and _multiplies_bfloat16()
+        dtype = torch.bfloat16 if is_fast else torch.float32
+        groups = {"keys": self.keys, "values": self.values}
+        return {
+            name: [(group.encode.to(dtype), group.decode.to(dtype)) for group in members]
+            for name, members in groups.items()
+        }
 
     def layer_groups(self) -> list[slice]:
         """Return the layers of each group."""
@@ -211,6 +216,14 @@ def find_basis(digest: str) -> CellBasis:
     if basis.digest != digest:
         raise CorruptFile(f"{path} has the digest {basis.digest}, which differs from its name")
     return basis
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def forget_cached() -> None:

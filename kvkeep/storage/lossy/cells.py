@@ -5,6 +5,7 @@ attention sinks do, are stored beside the blocks as they are.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -42,21 +43,30 @@ def encode_cells(
 
     positions: `[n]`, of the keys. rotated: they are keys, rotated to their positions.
     """
-    frames, exact = list[bytes](), list[int]()
-    groups = basis.keys if rotated else basis.values
-    for start in range(0, cells.shape[2], BLOCK_CELLS):
-        block_positions = positions[start : start + BLOCK_CELLS]
-        block = cells[:, :, start : start + BLOCK_CELLS]
-        coefficients = _coefficients(block, block_positions, basis, groups, rotated)
-        energies = coefficients.square().sum(1)
-        is_exact = energies > _OUTLIER_ENERGY * energies.median()
-        is_exact |= (block_positions >= 0) & (block_positions < _SINK_POSITIONS)
-        is_exact |= ~energies.isfinite()
-        coefficients[is_exact] = 0
-        exact += (start + is_exact.nonzero().flatten()).tolist()
-        frames.append(pack(_quantise(coefficients, step).T.contiguous().numpy()))
+    exact, groups = list[int](), basis.keys if rotated else basis.values
+    with ThreadPoolExecutor(1) as packer:  # packs a block while the next one is multiplied
+        futures = list[Future[bytes]]()
+        for start in range(0, cells.shape[2], BLOCK_CELLS):
+            block_positions = positions[start : start + BLOCK_CELLS]
+            block = cells[:, :, start : start + BLOCK_CELLS]
+            coefficients = _coefficients(block, block_positions, basis, groups, rotated)
+            is_exact = _stored_exactly(coefficients, block_positions)
+            coefficients[is_exact] = 0
+            exact += (start + is_exact.nonzero().flatten()).tolist()
+            integers = _quantise(coefficients, step).T.contiguous().numpy()
+            futures.append(packer.submit(pack, integers))
+        frames = [future.result() for future in futures]
     indices = torch.tensor(exact, dtype=torch.int32, device="cpu")
     return CodedCells(tuple(frames), indices, cells[:, :, indices.long()].contiguous())
+
+
+def _stored_exactly(coefficients: Tensor, positions: Tensor) -> Tensor:
+    """Return which cells of a block are stored as they are, `[n]` bool."""
+    energies = coefficients.square().sum(1)
+    is_exact = energies > _OUTLIER_ENERGY * energies.median()
+    is_exact |= (positions >= 0) & (positions < _SINK_POSITIONS)
+    is_exact |= ~energies.isfinite()
+    return is_exact
 
 
 def decode_cells(
@@ -75,8 +85,8 @@ def decode_cells(
     for index, frame in enumerate(coded.frames):
         block = slice(index * BLOCK_CELLS, min((index + 1) * BLOCK_CELLS, count))
         integers = unpack(frame, components, block.stop - block.start)
-        multiples = torch.from_numpy(integers).T.float().mul_(step)
-        _decode_block(cells[:, :, block], multiples, positions[block], basis, rotated)
+        multiples = torch.from_numpy(integers).T
+        _decode_block(cells[:, :, block], multiples, positions[block], basis, step, rotated)
     exact = coded.exact_cells.long()
     if len(exact):
         in_order = bool((exact.diff() > 0).all()) and 0 <= int(exact[0]) <= int(exact[-1]) < count
@@ -94,27 +104,34 @@ def _coefficients(
 ) -> Tensor:
     """Return the coefficients of a block of cells, `[n, components]` float32."""
     parts = list[Tensor]()
-    for layers, group in zip(basis.layer_groups(), groups, strict=True):
+    matrices = basis.matrices["keys" if rotated else "values"]
+    for layers, group, (encode, _) in zip(basis.layer_groups(), groups, matrices, strict=True):
         vectors = cells[layers].float()
         if rotated:
             vectors = rotate(vectors, basis.frequencies[layers], -positions)
         rows = vectors.permute(2, 0, 1, 3).reshape(len(positions), -1)
-        parts.append((rows - group.mean) @ group.encode_matrix)
+        parts.append(((rows - group.mean).to(encode.dtype) @ encode).float())
     return torch.cat(parts, 1)
 
 
 def _decode_block(
-    out: Tensor, multiples: Tensor, positions: Tensor, basis: CellBasis, rotated: bool
+    out: Tensor,
+    multiples: Tensor,
+    positions: Tensor,
+    basis: CellBasis,
+    step: float,
+    rotated: bool,
 ) -> None:
-    """Write the cells of coefficients `[n, components]` to `[layers, kv_heads, n, head_dim]`."""
+    """Write the cells of multiples `[n, components]` to `[layers, kv_heads, n, head_dim]`."""
     first, count = 0, len(positions)
-    for layers, group in zip(
-        basis.layer_groups(), basis.keys if rotated else basis.values, strict=True
-    ):
+    groups = basis.keys if rotated else basis.values
+    matrices = basis.matrices["keys" if rotated else "values"]
+    for layers, group, (_, decode) in zip(basis.layer_groups(), groups, matrices, strict=True):
         part = multiples[:, first : first + group.components]
         first += group.components
         used = _used_components(part)
-        rows = torch.addmm(group.mean, part[:, :used], group.decode_matrix[:used])
+        rows = (part[:, :used].to(decode.dtype) @ decode[:used]).float()
+        rows = torch.add(group.mean, rows, alpha=step)
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
         if rotated:
