@@ -69,6 +69,7 @@ MODES = (
     TraceMode("exact"),
     TraceMode("exact, all rules", rules="all,-late-tools"),  # which came after the measurements
     *map(_in_place, (0, 16, 64)),
+    TraceMode("exact, late tools", rules="late-tools"),
 )
 
 
