@@ -1,14 +1,16 @@
 """Shared options and error reporting of the benchmark commands."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.machine import describe_machine
 from kvkeep.errors import KvkeepError
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import DEFAULT_MODEL
-from kvkeep.storage.files.atomic import check_writable
+from kvkeep.storage.files.atomic import check_writable, write_json
 
 INTERRUPTED = 128 + 2  # SIGINT, as shells report it
 
@@ -32,6 +34,13 @@ class Measurement(click.Command):
             return super().invoke(ctx)
         except KvkeepError as error:
             raise click.UsageError(str(error)) from None
+
+
+def write_record(out: Path | None, model: str, **values: Any) -> None:
+    """Write a result with the model's name and the machine, if there is a file for it."""
+    if out is not None:
+        machine = asdict(describe_machine())
+        write_json(out, {"model": Path(model).name, **values, "machine": machine})
 
 
 def check_outputs(*paths: Path | None) -> None:

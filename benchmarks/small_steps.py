@@ -15,13 +15,11 @@ from pathlib import Path
 
 import click
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, check_outputs, model_option, out_option, write_record
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from kvkeep import SessionGroup, load_model
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.atomic import write_json
 
 FED = (1, 4, 8, 16, 17, 24, 32)
 GROUPS = (1, 4, 8, 16)
@@ -80,12 +78,7 @@ def main(name: str, context: int, rounds: int, out: Path | None) -> None:
     for cost in costs:
         group = "" if cost.group_ms is None else f", a group {cost.group_ms} ms"
         click.echo(f"{cost.tokens} fed tokens {cost.fed_ms} ms{group}")
-    if out is not None:
-        record = {"model": Path(name).name, "context": context, "rounds": rounds}
-        write_json(
-            out,
-            record | {"costs": [asdict(c) for c in costs], "machine": asdict(describe_machine())},
-        )
+    write_record(out, name, context=context, rounds=rounds, costs=list(map(asdict, costs)))
 
 
 if __name__ == "__main__":

@@ -5,27 +5,30 @@
 A task's answer is given, and the model is made to write it, token by token, by a bias that follows
 it: so a small or random model does what a large one would. Code is a file of kvkeep with some names
 replaced, JSON a list of such files with some values changed, and prose a text that repeats nothing.
-Each task runs with and without speculation in turn, and gives the same tokens.
+Each task runs with and without speculation in turn, and gives the same tokens: alone, with a window
+that is smaller than the prompt, and in groups of an engine.
 """
 
 import json
 import re
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 from torch import Tensor
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, check_outputs, model_option, out_option, write_record
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from kvkeep import Sampling, load_model
+from kvkeep.engine import Engine, Finished, GenerationRequest
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.atomic import write_json
+from kvkeep.session.drafts import SpeculationOptions
 
 SOURCES = ("session/answer_end.py", "cache/window.py", "session/drafts.py")
 PACKAGE = Path(__file__).parents[1] / "kvkeep"
@@ -53,11 +56,12 @@ class Written:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and the answer to write."""
+    """A prompt and the answer to write. cells: of a sliding window; None to hold all tokens."""
 
     kind: str
     prompt: str
     answer: str
+    cells: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,10 @@ def tasks() -> list[Task]:
     ]
     edited = [r | {"checked": True} if i % 5 == 0 else r for i, r in enumerate(records)]
     prose = manual_text()
+    rewritten = [Task("code", f"Rewrite:\n{a}\n", b) for a, b in zip(code, renamed, strict=True)]
     return [
-        *(Task("code", f"Rewrite:\n{a}\n", b) for a, b in zip(code, renamed, strict=True)),
+        *rewritten,
+        replace(rewritten[0], kind="code, ring wrapped", cells=256),
         Task("JSON", json.dumps(records, indent=1), json.dumps(edited, indent=1)),
         Task("prose", prose[:2000], prose[2000:4000]),
     ]
@@ -91,7 +97,8 @@ def tasks() -> list[Task]:
 
 def seconds_of(model: Model, task: Task, limit: int, speculate: bool) -> tuple[float, int, int]:
     """Return the seconds of writing the answer, and how many tokens were accepted and drafted."""
-    session = model.session(policy="full")
+    policy: dict[str, Any] = {"policy": "full"} if task.cells is None else {"keep": 4}
+    session = model.session(task.cells, **policy)
     session.feed(task.prompt)
     ids = model.text.encode(task.answer)[:limit]
     sampling = Sampling(constraint=Written(ids))
@@ -116,6 +123,41 @@ def measure(model: Model, task: Task, limit: int, rounds: int) -> Outcome:
     return Outcome(task.kind, tokens, accepted, drafted, rounded(speed), rounded(ratio))
 
 
+def group_seconds(
+    model: Model, group: Sequence[Task], limit: int, speculate: bool
+) -> tuple[list[float], int, int]:
+    """Return the decode seconds of each answer of a group, and the counts of drafts."""
+    options = SpeculationOptions(speculate)
+    with Engine(model, settings={"policy": "full"}, speculation=options) as engine:
+        futures = []
+        for index, task in enumerate(group):
+            ids = model.text.encode(task.answer)[:limit]
+            sampling = Sampling(constraint=Written(ids))
+            prompt = tuple(model.text.encode(task.prompt))
+            request = GenerationRequest(prompt, len(ids), sampling, ignore_eos=True)
+            futures.append(engine.submit(request, owner=str(index)))
+        events = [event for future in futures for event in future.result()[0]]
+        usages = [event.usage for event in events if isinstance(event, Finished)]
+        drafts = [usage.drafts for usage in usages]
+    seconds = [usage.decode_seconds for usage in usages]
+    return seconds, sum(each.accepted for each in drafts), sum(each.drafted for each in drafts)
+
+
+def measure_group(
+    model: Model, kind: str, group: Sequence[Task], limit: int, rounds: int
+) -> Outcome:
+    """Run a group with and without speculation; the ratio is that of its last answer's time."""
+    times, accepted, drafted = list[tuple[float, float]](), 0, 0
+    for _ in range(rounds):
+        plain, _, _ = group_seconds(model, group, limit, speculate=False)
+        seconds, accepted, drafted = group_seconds(model, group, limit, speculate=True)
+        times.append((plain[-1], seconds[-1]))
+    tokens = min(limit, len(model.text.encode(group[-1].answer)))
+    speed = tokens / statistics.median(seconds for _, seconds in times)
+    ratio = statistics.median(plain / seconds for plain, seconds in times)
+    return Outcome(kind, tokens, accepted, drafted, rounded(speed), rounded(ratio))
+
+
 @click.command(cls=Measurement)
 @model_option
 @click.option("--tokens", default=300, show_default=True, help="Tokens of each answer.")
@@ -129,13 +171,11 @@ def main(name: str, tokens: int, rounds: int, out: Path | None) -> None:
     for task in tasks():
         outcomes.append(measure(model, task, tokens, rounds))
         click.echo(str(outcomes[-1]))
-    if out is not None:
-        record = {
-            "model": Path(name).name,
-            "rounds": rounds,
-            "outcomes": list(map(asdict, outcomes)),
-        }
-        write_json(out, record | {"machine": asdict(describe_machine())})
+    code, prose = tasks()[0], tasks()[-1]
+    for kind, group in (("4 times code", [code] * 4), ("prose beside code", [code, prose])):
+        outcomes.append(measure_group(model, kind, group, tokens, rounds))
+        click.echo(str(outcomes[-1]))
+    write_record(out, name, rounds=rounds, outcomes=list(map(asdict, outcomes)))
 
 
 if __name__ == "__main__":
