@@ -244,7 +244,14 @@ def test_sessions_that_cannot_be_aligned_are_refused_by_name():
         with pytest.raises(InvalidArgument, match=f"{reason}.*exact"):
             session.align(new, min_saved=0)
         assert same(whole_state(session), before)
-    assert hybrid.align(new, mode="exact").mode == "exact"
+    fresh = MODEL.session(200)
+    fresh.feed(new)
+    report = evicted.align(new, mode="exact")  # "exact" is what the errors say to use
+    assert (report.kept, report.evaluated) == (0, len(new))
+    assert same(evicted.logits, fresh.logits)
+    for session in (hybrid, compressed, grouped):
+        assert session.align(new, mode="exact").mode == "exact"
+        assert list(session.tokens) == new
     session = MODEL.session(300, policy="full")
     session.feed(old[:200])
     with pytest.raises(ContextFull, match="holds 300 tokens"):

@@ -66,6 +66,17 @@ def test_a_changed_history_is_edited_in_place_and_goes_on(chat: Conversation) ->
     assert (chat.system, chat.turns) == (None, [1])
 
 
+def test_messages_without_a_users_are_the_text_that_turns_follow(smollm2: Model) -> None:
+    system, answer = ({"role": r, "content": "Be brief."} for r in ("system", "assistant"))
+    fresh, chat = (smollm2.chat(system=each) for each in ("Be brief.", None))
+    for messages in ([answer], [system, answer], [system]):
+        chat.align(messages)
+        assert (chat.turns, chat.session.logits is not None) == ([], True)
+    assert chat.say("Name a sea.", 4, GREEDY) == fresh.say("Name a sea.", 4, GREEDY)
+    assert chat.session.tokens == fresh.session.tokens
+    assert chat.session.span_ranges["system"] == fresh.session.span_ranges["system"]
+
+
 def test_messages_that_cannot_be_rendered_change_nothing(chat: Conversation) -> None:
     tokens, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
     for messages in ([], [{"role": "other", "content": "x"}]):

@@ -164,16 +164,19 @@ class SessionOperations:
         record = self._registry.load_idle(name, owner, revision, new_tokens)
         start, length_before = time.perf_counter(), len(record.live.tokens)
         state_before, record.activity = record.live.core.state, "changing"
+        is_done = False
         try:
             result = function(record.live)
-        finally:
+            record.notes, is_done = {**record.notes, **notes}, True
+        finally:  # a function that fails may have made a part of its changes
             record.activity = "idle"
-        record.notes = {**record.notes, **notes}
-        is_edited = kind not in _CELL_PRESERVING and record.live.core.state is not state_before
-        record.mark_changed(kind if is_edited else "")
-        record.lower_token_counts(length_before)
-        added_tokens = len(record.live.tokens) - length_before
-        self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)
+            has_other_state = record.live.core.state is not state_before
+            if is_done or has_other_state:
+                is_edited = kind not in _CELL_PRESERVING and has_other_state
+                record.mark_changed(kind if is_edited else "")
+                record.lower_token_counts(length_before)
+                added_tokens = len(record.live.tokens) - length_before
+                self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)
         return result
 
     def fork(

@@ -105,11 +105,15 @@ def _align_exactly(
     started: float,
     progress: Callable[[int], None] | None,
 ) -> AlignmentReport:
-    tokens = core.memory.tokens
-    kept = common_length(tokens.array(), target[:-1])
+    memory, tokens = core.memory, core.memory.tokens
+    kept, end = common_length(tokens.array(), target[:-1]), len(tokens)
     core.state.check_first_prompt(len(target))
+    if end - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
+        memory = memory.fork()
+        memory.clear()
+        kept = end = 0
     finish, num_evaluated = prepare_edit(
-        *(core.memory, kept, len(tokens), target[kept:], "suffix", core.prefill_step, progress)
+        *(memory, kept, end, target[kept:], "suffix", core.prefill_step, progress)
     )
     with session_transaction([core]) as (state,):
         state.memory, _ = finish(state.memory)

@@ -136,8 +136,7 @@ class Memory:
         if count == 0:
             return
         rewindable, total = self.num_rewindable, len(self.tokens)
-        maximum = total if rewindable == total else max(0, rewindable - 1)
-        if not 0 <= count <= maximum:
+        if not 0 <= count <= (maximum := self.max_rewind):
             raise InvalidArgument(
                 f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
                 f"{rewindable} are in the cache without a gap, and one must remain"
@@ -163,6 +162,12 @@ class Memory:
             return held
         usable = [c.num_tokens for c in self.checkpoints.entries if total - c.num_tokens <= held]
         return total - usable[0] if usable else 0
+
+    @property
+    def max_rewind(self) -> int:
+        """How many of the newest tokens a rewind can remove, unless it removes all."""
+        rewindable = self.num_rewindable
+        return rewindable if rewindable == len(self.tokens) else max(0, rewindable - 1)
 
     @property
     def holds_all(self) -> bool:

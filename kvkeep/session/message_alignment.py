@@ -15,6 +15,7 @@ from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.chat.written import WrittenAnswers, written_answer
 from kvkeep.session.message_spans import reasoning_range
+from kvkeep.session.turn_template import count_system_tokens
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
@@ -44,8 +45,9 @@ def align_messages(
 ) -> "AlignmentReport":
     """Make messages the text of a conversation's session; see `Conversation.align`."""
     parsed = Chat(parse_messages([dict(message) for message in messages]))
-    is_answered = parsed.messages[-1].role == "assistant"
-    render_options = RenderOptions(continue_final=False, generation_prompt=not is_answered)
+    roles = [message.role for message in parsed.messages]
+    opens_answer = roles[-1] != "assistant" and set(roles) != {"system"}
+    render_options = RenderOptions(continue_final=False, generation_prompt=opens_answer)
     find = partial(_answers(chat).find, _OWNER, restore_reasoning=False)
     prompt = chat.session.core.model.renderer.render(parsed, render_options, find)
     report = chat.session.align(
@@ -91,6 +93,9 @@ def _name_turns(chat: ChatParts, messages: Sequence[Message]) -> None:
         if name in ("opening", "system", "system text") or name.startswith("turn "):
             session.core.set_span(name, None)
     questions = [at for at, message in enumerate(messages) if message.role == "user"]
+    if not questions:
+        _name_only_system(chat)
+        return
     starts, ends = list[int](), list[int]()  # of prompts, each from its turn's first token
     for number, at in enumerate(questions, 1):
         text, end = messages[at].text, ends[-1] if ends else 0
@@ -127,6 +132,14 @@ def _name_system(chat: ChatParts, ranges: Sequence[tuple[int, int]], end: int) -
         chat.session.name("opening" if chat.system is None else "system", 0, end)
     if chat.system is not None and ranges[1][0] < ranges[1][1]:
         chat.session.name("system text", *ranges[1])
+
+
+def _name_only_system(chat: ChatParts) -> None:
+    """Name the system prompt if the session has nothing else, so that turns follow it."""
+    if chat.system is not None:
+        end = count_system_tokens(chat.codec, chat.system)
+        if end == len(chat.session.tokens):
+            chat.session.name("system", 0, end)
 
 
 def _name_answer(chat: ChatParts, turn: int, start: int, end: int) -> None:

@@ -21,6 +21,7 @@ from kvkeep.engine.steps import prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.session import Session
 
 COUNT = 24
 DRAWN = Sampling(temperature=0.9, top_p=0.95, seed=5)
@@ -297,3 +298,24 @@ def test_the_former_name_of_generated_tokens_is_a_deprecated_alias(
     usage = generation.usage
     with pytest.warns(DeprecationWarning, match="not Usage.written"):
         assert usage.written == usage.generated == 3
+
+
+def test_a_change_that_fails_midway_is_a_change(engine: Engine, smollm2: Model) -> None:
+    """What it has done has a revision, and no prompt reuses cells that it has moved."""
+    ids = topic_ids(smollm2)[:500]
+    engine.create(name="midway").result()
+    list(engine.generate(GenerationRequest(tuple(ids), 0), session="midway"))
+    revision = engine.find("midway").result().revision
+
+    def fail(session: Session, edits: bool) -> None:
+        if edits:
+            session.replace(4, 5, [7], recompute="none")
+        raise InvalidArgument("stopped midway")
+
+    for edits in (False, True):
+        with pytest.raises(InvalidArgument, match="stopped midway"):
+            engine.change("midway", "0", "edit", lambda s, e=edits: fail(s, e)).result()
+        assert engine.find("midway").result().revision == revision + edits
+    generation = engine.generate(request((*ids[:4], 7, *ids[5:450])))
+    list(generation)
+    assert generation.reuse.tokens == 0

@@ -62,7 +62,9 @@ async def align(body: AlignRequest, context: SessionDep) -> Response:
         systems = [message.text for message in chat.messages if message.role == "system"]
         notes = {CHAT_NOTES_KEY: {"system": systems[0] if systems else None}}
         whole = RenderOptions(continue_final=False)
-        length = len((await to_thread(model.renderer.render, chat, whole)).ids)
+        prompt = await to_thread(model.renderer.render, chat, whole)
+        context.notices.warn(*prompt.warnings)
+        length = len(prompt.ids)
 
     def apply(session: Session) -> dict[str, Any]:
         report: AlignmentReport
