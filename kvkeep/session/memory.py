@@ -135,8 +135,8 @@ class Memory:
         """Raise InvalidArgument if the last `count` tokens cannot be removed by a rewind."""
         if count == 0:
             return
-        rewindable, total = self.num_rewindable, len(self.tokens)
-        if not 0 <= count <= (maximum := self.max_rewind):
+        rewindable, total, maximum = self.num_rewindable, len(self.tokens), self.max_rewind
+        if not 0 <= count <= maximum:
             raise InvalidArgument(
                 f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
                 f"{rewindable} are in the cache without a gap, and one must remain"

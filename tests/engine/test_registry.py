@@ -132,7 +132,7 @@ def test_a_change_for_another_revision_is_refused(tmp_path: Path) -> None:
     with new_engine(tmp_path) as engine:
         record = engine.create(name="a").result()
         write(engine, "a", 2, text(0, 20))
-        revision = record.revision
+        revision = engine.inspect("a", "0", lambda record: record.revision).result()
         with pytest.raises(WrongRevision):
             engine.delete("a", revision=revision - 1).result()
         engine.change("a", "0", "rewind", lambda session: session.rewind(1), revision).result()
