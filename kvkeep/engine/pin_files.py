@@ -59,7 +59,7 @@ def save_pins(registry: SessionRegistry, folder: Path) -> None:
             path = folder / pin.owner / _FOLDER / f"{record.name}{SNAPSHOT_SUFFIX}"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                registry.snapshot(record).save(path, registry.codec)
+                registry.snapshot(record).save_by(path, registry.codec)
             except (OSError, KvkeepError) as error:
                 _log.error("%s could not be saved: %s", pin.id, error)
                 continue

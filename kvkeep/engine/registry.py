@@ -286,7 +286,7 @@ class SessionRegistry:
     def save(self, record: SessionRecord) -> None:
         """Write the session to its file, after the saves in progress. Raises StoreError."""
         snapshot, path = self.snapshot(record), record.require_file().path
-        self.writer.submit(snapshot.save, path, self.codec).result()
+        self.writer.submit(snapshot.save_by, path, self.codec).result()
         record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:

@@ -31,7 +31,7 @@ class SessionSaver:
 
         def write() -> None:
             if not record.removed:
-                snapshot.save(path, self._registry.codec)
+                snapshot.save_by(path, self._registry.codec)
             if record.removed:  # during the write; a new session of that name is saved later
                 path.unlink(missing_ok=True)
 
@@ -60,7 +60,7 @@ class SessionSaver:
         path = self._registry.snapshots_of(record.owner).path(label)
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        save = self._registry.snapshot(record).save
+        save = self._registry.snapshot(record).save_by
         return self._uploader.submit(save, path, self._registry.codec)
 
     def save_all(self) -> None:

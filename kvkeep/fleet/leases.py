@@ -191,7 +191,7 @@ class SessionLeases:
         snapshot, revision = await self._call_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **response_notes(responses)})
         session_path = SessionPath(leased.lease.objects, leased.lease, release_on_commit=True)
-        await self.call_store(snapshot.save, session_path, self._codec)
+        await self.call_store(snapshot.save_by, session_path, self._codec)
         version = leased.lease.version
         copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
         self._keep_copy(leased.key, copy)

@@ -188,8 +188,12 @@ def test_an_engine_saves_by_its_codec(tmp_path: Path) -> None:
         engine.create(name="a").result()
         request = GenerationRequest(prompt=tuple(TEXT[:300]), max_tokens=3)
         assert len(list(engine.generate(request, session="a"))) > 0
-    (path,) = (tmp_path / "s").rglob("*.kvkeep")
-    assert read_summary(path).rounded == "small"
+        engine.create(name="quantised", kv_bits="8").result()
+        list(engine.generate(request, session="quantised"))
+        assert engine.save("quantised").result() == 1
+        engine.snapshot("quantised", label="copy").result()
+    files = {path.stem: read_summary(path).rounded for path in (tmp_path / "s").rglob("*.kvkeep")}
+    assert files == {"a": "small", "quantised": "", "copy": ""}  # no session is lost
     with Engine(MODEL, folder=tmp_path / "s") as engine:
         more = GenerationRequest(prompt=(5,), max_tokens=1)
         list(engine.generate(more, session="a"))  # the session itself goes on with rounded cells

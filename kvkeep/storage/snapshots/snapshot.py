@@ -197,8 +197,19 @@ class Snapshot:
             as_path(path), SNAPSHOT_KIND, self._min_format(codec), document, stored
         )
 
+    def save_by(self, path: str | Path | WritablePath, preferred: Codec) -> int:
+        """Write the snapshot by a codec, or exactly if that codec cannot store it; see `save`.
+
+        For programs that have one codec for all sessions, of which some have quantised cells.
+        """
+        try:
+            self.require_codec(preferred)
+        except (InvalidArgument, StoreError):
+            return self.save(path)
+        return self.save(path, preferred)
+
     def require_codec(self, codec: Codec) -> None:
-        """Raise InvalidArgument if the snapshot cannot be saved by a codec."""
+        """Raise InvalidArgument or StoreError if the snapshot cannot be saved by a codec."""
         if checked_codec(codec) in LOSSY_CODECS:
             self._basis()
 
