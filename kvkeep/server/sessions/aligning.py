@@ -45,7 +45,7 @@ class AlignRequest(AlignmentParams):
 
 @router.post("/v1/sessions/{name}/align", response_model=None)
 async def align(body: AlignRequest, context: SessionDep) -> Response:
-    """Make a prompt the session's whole text, in place or exactly, while other requests continue.
+    """Make a prompt the session's whole text, in place or exactly, while answers in progress go on.
 
     After messages the spans name their turns anew.
     """

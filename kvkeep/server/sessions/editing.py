@@ -107,7 +107,7 @@ async def rewind(body: RewindRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)
 async def compress(body: CompressRequest, context: SessionDep) -> Response:
-    """Compress to `ratio` times fewer cells, while other requests continue."""
+    """Compress to `ratio` times fewer cells, while answers in progress go on."""
     engine, model = context.engine, context.service.model
 
     def apply(session: Session) -> dict[str, Any]:
