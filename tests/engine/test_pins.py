@@ -86,6 +86,7 @@ def test_an_expired_pin_protects_nothing() -> None:
         clock = Clock()
         engine.call(lambda: setattr(engine._registry.pins, "clock", clock)).result()
         pinned, _ = ask(engine, 0, PinRequest(300))
+        assert len(engine.pins().result()) == 1  # it begins in the step that ends the answer
         clock.now += 299
         assert len(engine.pins().result()) == 1
         clock.now += 2
