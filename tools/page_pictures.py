@@ -77,15 +77,28 @@ def film(shown: Page, file: Path) -> None:
     for button in ("Pin", "Forget", "Undo forget"):
         shown.get_by_role("button", name=button, exact=True).click()
         wait_and_take(3)
-    options = {"duration": [400] * (len(frames) - 1) + [2500], "loop": 0, "optimize": True}
-    frames[0].save(file, save_all=True, append_images=frames[1:], **options)
+    save_film(frames, file)
     print(file)
 
 
 def frame(shown: Page) -> Image.Image:
-    """Return what the page shows, in few colours."""
+    """Return what the page shows."""
     picture = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
-    return picture.resize((960, 450)).quantize(64)
+    return picture.resize((960, 450))
+
+
+def save_film(frames: list[Image.Image], file: Path) -> None:
+    """Save frames with one palette, so that what two of them share is stored once."""
+    width, height = frames[0].size
+    sheet = Image.new("RGB", (width, height * len(frames)))
+    for index, each in enumerate(frames):
+        sheet.paste(each, (0, height * index))
+    palette = sheet.quantize(256, method=Image.Quantize.FASTOCTREE)
+    few = [each.quantize(palette=palette, dither=Image.Dither.NONE) for each in frames]
+    durations = [400] * (len(few) - 1) + [2500]
+    few[0].save(
+        file, save_all=True, append_images=few[1:], duration=durations, loop=0, optimize=True
+    )
 
 
 def create_sessions(client: httpx.Client) -> None:
