@@ -79,7 +79,7 @@ def test_sessions_and_chats_work(running: tuple[str, str]) -> None:
         messages = [{"role": "user", "content": "Say hello."}]
         chat = {"model": "any", "messages": messages, "max_tokens": 4}
         assert http.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"]
-        assert [entry["name"] for entry in http.get("/v1/sessions").json()["data"]] == ["plain"]
+        assert "plain" in [entry["name"] for entry in http.get("/v1/sessions").json()["data"]]
 
 
 def test_requests_without_a_session_header_reach_the_server_with_the_prefix(

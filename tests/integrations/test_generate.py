@@ -35,8 +35,7 @@ def generated(
     return model.generate(**inputs, max_new_tokens=tokens, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize("decoding", DECODING)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("decoding", "rows"), [*((each, 3) for each in DECODING), ("greedy", 1)])
 def test_generate_returns_the_same_tokens(
     model: PreTrainedModel, tokenizer, decoding: str, rows: int
 ) -> None:
@@ -45,8 +44,7 @@ def test_generate_returns_the_same_tokens(
     assert torch.equal(generated(model, inputs, full(model), **DECODING[decoding]), expected)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("healing", [False, True])
+@pytest.mark.parametrize(("beams", "healing"), [(1, True), (3, False), (3, True)])
 def test_stop_strings_and_token_healing_work(
     model: PreTrainedModel, tokenizer, beams: int, healing: bool
 ) -> None:
