@@ -18,7 +18,7 @@ from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Full
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
-from kvkeep.storage.lossy.basis import CellBasis, GroupBasis
+from kvkeep.storage.lossy.basis import CellBasis, GroupBasis, layer_groups
 from kvkeep.storage.lossy.cells import decode_cells, encode_cells, rotate
 
 MAX_GROUP_LAYERS, MAX_WIDTH = 5, 2048  # of a group: layers that are coded together, and numbers
@@ -115,8 +115,7 @@ def _group_layers(layout: Layout) -> int:
 
 
 def _layer_groups(layout: Layout) -> list[slice]:
-    size, total = _group_layers(layout), layout.layers
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+    return layer_groups(layout.layers, _group_layers(layout))
 
 
 def _rows(cells: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ def test_the_former_name_of_generated_tokens_is_a_deprecated_alias(
 
 
 def test_a_change_that_fails_midway_is_a_change(engine: Engine, smollm2: Model) -> None:
-    """What it has done has a revision, and no prompt reuses cells that it has moved."""
+    """The session gets a new revision, and no prompt reuses the cells that were moved."""
     ids = topic_ids(smollm2)[:500]
     engine.create(name="midway").result()
     list(engine.generate(GenerationRequest(tuple(ids), 0), session="midway"))

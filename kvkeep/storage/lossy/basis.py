@@ -96,9 +96,7 @@ class CellBasis:
 
     def layer_groups(self) -> list[slice]:
         """Return the layers of each group."""
-        total = self.layout.layers
-        starts = range(0, total, self.layers)
-        return [slice(start, min(start + self.layers, total)) for start in starts]
+        return layer_groups(self.layout.layers, self.layers)
 
     def save(self, path: Path) -> int:
         """Write the file atomically; return its size in bytes. Raises StoreError."""
@@ -122,6 +120,11 @@ class CellBasis:
         return tensors
 
 
+def layer_groups(total: int, size: int) -> list[slice]:
+    """Divide `total` layers into groups of `size`, of which the last may be smaller."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
 def load_basis(path: Path) -> CellBasis:
     """Read a basis and verify every byte of it. Raises StoreError and its kinds."""
     container = read_container(path, BASIS_KIND, BASIS_FORMAT)
@@ -143,9 +146,8 @@ def _from_saved(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> C
     require_finite("frequencies", frequencies)
     groups: dict[str, list[GroupBasis]] = {"keys": [], "values": []}
     for name, members in groups.items():
-        for index, start in enumerate(range(0, layout.layers, layers)):
-            group_layers = min(layers, layout.layers - start)
-            width = group_layers * layout.kv_heads * layout.head_dim
+        for index, group in enumerate(layer_groups(layout.layers, layers)):
+            width = (group.stop - group.start) * layout.kv_heads * layout.head_dim
             members.append(_group(f"{name}.{index}", width, tensors))
     return CellBasis(
         document["fingerprint"],
