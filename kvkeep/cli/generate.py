@@ -98,6 +98,8 @@ def generate(
             prefix_store = settings.prefixes.open_prefix_cache(model, codec)
             opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
         sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
+        if codec is not None:
+            opened.session.snapshot().require_codec(codec)  # before any prompt is evaluated
         run = SessionRun("generate", opened, output, sampling.seed)
         if session_file is not None:
             label = f"session {session}"

@@ -328,6 +328,18 @@ def test_a_restored_prompt_equals_an_evaluated_one(invoke, tiny, tmp_path: Path)
     assert file.read_bytes() == before
 
 
+def test_a_codec_without_a_basis_is_refused_before_the_prompt_is_evaluated(
+    invoke, tiny, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.kvkeep"
+    options = [*tiny, "--prompt", "Hello there.", "--cache-prompt", file, "--codec", "small"]
+    result = invoke("generate", *options)
+    assert result.exit_code == 2
+    assert "need a basis of this model" in result.stderr
+    assert "tok/s" not in result.stderr
+    assert not file.exists()
+
+
 def test_codecs_trade_size_for_exactness(invoke, tiny, tmp_path: Path) -> None:
     sizes, texts, report = {}, {}, tmp_path / "report.json"
     for codec in ("exact", "none", "zstd", "int8"):
