@@ -29,5 +29,5 @@ EXPOSE 8080
 HEALTHCHECK --start-period=300s --interval=10s --timeout=5s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8080/health', timeout=4)"]
 ENTRYPOINT ["kvkeep"]
-# A server that others can reach needs API keys: mount a file with one key a line.
+# A server that others can reach needs API keys: mount a file with a key or its hash a line.
 CMD ["serve", "--host", "0.0.0.0", "--api-key-file", "/run/secrets/keys"]

@@ -79,7 +79,7 @@ class ServingOptions:
     codec: "Codec" = choice_option(CODEC_NAMES, CODEC_HELP, default=CODEC_NAMES[0])
     prefix_cache: bool = option(is_flag=True, help="Keep evaluated prompt prefixes on disk.")
     api_key_file: Path | None = file_option(
-        exists=True, help="API keys, one per line; every request then needs one."
+        exists=True, help="API keys or their hashes (kvkeep keys); every request then needs one."
     )
     allow_host: tuple[str, ...] = option(
         metavar="NAME", multiple=True, help="Accept this host name too; repeatable."

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.server.key_file import hash_key, read_key_file
 from kvkeep.session.alignment import AlignmentOptions
-from kvkeep.storage.files.text import read_text_file
 
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
-_MIN_KEY_LENGTH = 16  # characters of a key
 # The settings that may follow a key in its line, such as "KEY alignment=in_place reread=64".
 _SETTINGS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "alignment": ("mode", str),
@@ -29,60 +28,68 @@ _NO_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 class ApiKeys:
     """The accepted API keys. Without any, all requests have one owner.
 
-    An owner is an HMAC of the key under a secret of this server (RFC 2104), so that names of
-    folders and responses reveal nothing about keys.
+    Of keys only hashes are held. An owner is an HMAC of the key under a secret of this server
+    (RFC 2104), so that names of folders and responses reveal nothing about keys. It is the same
+    whether the key file has the key or its hash.
     """
 
     def __init__(
         self,
-        keys: tuple[str, ...] = (),
+        keys: Iterable[str] = (),
         secret: bytes = b"",
         alignment: Mapping[str, Mapping[str, Any]] = _NO_SETTINGS,
     ):
-        """alignment: fields of `AlignmentOptions` by key, which replace the server's."""
+        """keys: as text. alignment: fields of `AlignmentOptions` by key, replacing the server's."""
         self._secret = secret or secrets.token_bytes(32)
-        self._owners = [self._digest(key) for key in keys]
-        self._alignment = {self._digest(key): fields for key, fields in alignment.items()}
+        self._index_secret = secrets.token_bytes(32)
+        self._alignment_by_key = dict[bytes, Mapping[str, Any]]()
+        self._alignment_by_owner = dict[str, Mapping[str, Any]]()
+        for key in keys:
+            self._add(hash_key(key), alignment.get(key, {}))
 
     def alignment(self, owner: str, default: AlignmentOptions) -> AlignmentOptions:
         """Return how an owner's prompts are aligned. default: the server's options."""
-        return replace(default, **self._alignment.get(owner, {}))
+        return replace(default, **self._alignment_by_owner.get(owner, {}))
 
     def owner(self, key: str | None) -> str | None:
         """Return the owner that a key identifies; None for a missing or unknown key."""
-        if not self._owners:
+        if not self._alignment_by_key:
             return DEFAULT_OWNER
-        digest = self._digest(key or "")  # compared with all, each in constant time
-        match_count = sum(hmac.compare_digest(owner, digest) for owner in self._owners)
-        return digest if match_count and key is not None else None
+        fields = self._alignment_by_key.get(self._index(hash_key(key or "")))
+        if fields is None or key is None:
+            return None
+        owner = hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
+        self._alignment_by_owner[owner] = fields
+        return owner
 
-    def _digest(self, key: str) -> str:
-        return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
+    def _add(self, key_hash: str, alignment: Mapping[str, Any]) -> None:
+        self._alignment_by_key[self._index(key_hash)] = alignment
+
+    def _index(self, key_hash: str) -> bytes:
+        """Return a key of the table, which clients cannot predict.
+
+        So the time that a lookup takes says nothing of how much of a guess is right.
+        """
+        return hmac.digest(self._index_secret, key_hash.encode(), "sha256")
 
     @classmethod
     def read(cls, file: Path | None, secret: bytes | Path) -> "ApiKeys":
-        """Read a file with one key a line; empty lines and those that begin with # are skipped.
-
-        Settings for the key's prompts may follow it: see `_SETTINGS`.
+        """Read a key file (`read_key_file`), whose settings are those of `_SETTINGS`.
 
         secret: a fleet's secret, or the folder with the server's, so that owners stay the same
-        after a restart. Raises InvalidArgument for a file without keys, or with a short key.
+        after a restart. Raises InvalidArgument for an invalid file.
         """
         if file is None:
             return cls()
-        lines = [line.strip() for line in read_text_file(file).splitlines()]
-        entries = [line.split() for line in lines if line and not line.startswith("#")]
-        keys = tuple(key for key, *_ in entries)
-        if not keys:
-            raise InvalidArgument(f"{file} has no keys: write one key per line")
-        if any(len(key) < _MIN_KEY_LENGTH for key in keys):
-            raise InvalidArgument(f"{file}: a key must have {_MIN_KEY_LENGTH} characters or more")
-        alignment = {key: _read_settings(words, file) for key, *words in entries}
-        secret = secret if isinstance(secret, bytes) else _read_or_create_secret(secret)
-        return cls(keys, secret, alignment)
+        entries = read_key_file(file)
+        alignment = [_read_settings(entry.settings, file) for entry in entries]
+        result = cls(secret=secret if isinstance(secret, bytes) else _read_or_create_secret(secret))
+        for entry, fields in zip(entries, alignment, strict=True):
+            result._add(entry.key_hash, fields)
+        return result
 
 
-def _read_settings(words: list[str], file: Path) -> dict[str, Any]:
+def _read_settings(words: Iterable[str], file: Path) -> dict[str, Any]:
     """Return the fields of `AlignmentOptions` that the words behind a key set."""
     fields: dict[str, Any] = {}
     for word in words:

@@ -1,5 +1,6 @@
 """Checks on every request: host, origin, size, key; and health."""
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from server.conftest import RunningServer, running_server
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.key_file import add_key, hash_key, hash_keys_in_place
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.security import MAX_BODY_BYTES
+from kvkeep.session.alignment import AlignmentOptions
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 
@@ -88,7 +91,7 @@ def test_unknown_origins_are_refused_by_cors(server: RunningServer) -> None:
 
 def test_requests_without_a_valid_key_are_refused(smollm2: Model, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text(f"# of two users\n{ONE}\n\n{TWO}\n")
+    file.write_text(f"# of two users\n{ONE}\n\n{hash_key(TWO)}\n")
     with running_server(smollm2, tmp_path / "kept", ApiKeys.read(file, tmp_path)) as server:
         params = {"prompt": "a", "max_tokens": 1}
         for headers in (
@@ -96,6 +99,7 @@ def test_requests_without_a_valid_key_are_refused(smollm2: Model, tmp_path: Path
             {"Authorization": "Bearer wrong"},
             {"Authorization": ONE},
             {"X-Api-Key": f"{ONE} "[:-2]},
+            {"X-Api-Key": hash_key(TWO)},
         ):
             response = httpx.post(f"{server.url}/v1/completions", json=params, headers=headers)
             assert response.status_code == 401
@@ -116,7 +120,34 @@ def test_owners_are_stable_and_do_not_reveal_keys(tmp_path: Path) -> None:
     assert ((tmp_path / "secret" / "secret").stat().st_mode & 0o777) == 0o600
 
 
-@pytest.mark.parametrize("text", ["", "# none\n", "short\n"])
+def test_owners_and_settings_are_the_same_for_a_key_and_its_hash(tmp_path: Path) -> None:
+    """Sessions stay found when the keys in a file are replaced by hashes."""
+    file, default = tmp_path / "keys", AlignmentOptions()
+    file.write_text(f"# of two users\n {ONE} alignment=in_place reread=64\n\n{TWO}")
+    before = ApiKeys.read(file, tmp_path / "secret")
+    assert hash_keys_in_place(file) == 2
+    three = add_key(file, "a third")
+    lines = file.read_text().splitlines()
+    assert (lines[0], lines[1].split()[1:]) == (
+        "# of two users",
+        ["alignment=in_place", "reread=64"],
+    )
+    assert lines[-2:] == ["# a third", hash_key(three)]
+    assert not any(key in file.read_text() for key in (ONE, TWO, three))
+    assert hash_keys_in_place(file) == 0
+    after = pickle.loads(pickle.dumps(ApiKeys.read(file, tmp_path / "secret")))
+    for key in (ONE, TWO):
+        owner = after.owner(key)
+        assert owner == before.owner(key) is not None
+        assert after.alignment(owner, default) == before.alignment(owner, default)
+    assert after.alignment(after.owner(ONE), default).reread == 64
+    assert after.owner(three) not in (None, after.owner(ONE), after.owner(TWO))
+    for unknown in (hash_key(ONE), hash_key(ONE).partition(":")[2], ONE[:-1], f"{ONE} ", "", None):
+        assert after.owner(unknown) is None
+    assert not any(key.encode() in pickle.dumps(after) for key in (ONE, TWO, three))
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "short\n", "sha256:" + "0" * 63])
 def test_a_file_without_a_usable_key_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
