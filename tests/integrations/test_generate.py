@@ -25,7 +25,7 @@ def full(model: PreTrainedModel) -> KvkeepCache:
 
 
 def generated(
-    model: PreTrainedModel, inputs, cache=None, tokens: int = 24, **options
+    model: PreTrainedModel, inputs, cache=None, tokens: int = 12, **options
 ) -> torch.Tensor:
     torch.manual_seed(3)
     if cache is not None:
@@ -44,7 +44,7 @@ def test_generate_returns_the_same_tokens(
     assert torch.equal(generated(model, inputs, full(model), **DECODING[decoding]), expected)
 
 
-@pytest.mark.parametrize(("beams", "healing"), [(1, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("beams", "healing"), [(1, True), (3, False)])
 def test_stop_strings_and_token_healing_work(
     model: PreTrainedModel, tokenizer, beams: int, healing: bool
 ) -> None:
@@ -62,7 +62,7 @@ def test_stop_strings_and_token_healing_work(
     stop = unstopped[len(unstopped) // 2 :][:4]
     expected = generated(model, inputs, stop_strings=[stop], **options)
     if beams == 1:  # the best of several beams may be one without a stop string
-        assert expected.shape[1] < inputs.input_ids.shape[1] + 24
+        assert expected.shape[1] < inputs.input_ids.shape[1] + 12
     output = generated(model, inputs, full(model), stop_strings=[stop], **options)
     assert torch.equal(output, expected)
 
@@ -114,19 +114,19 @@ def test_prompts_of_several_turns(model: PreTrainedModel, tokenizer) -> None:
     assert conversation(full(model)) == conversation(DynamicCache(config=model.config))
 
 
-def test_three_thousand_tokens_in_512_cells(model: PreTrainedModel, own_fp32: Model) -> None:
-    """A prompt six times as long as the cache, as in SinkCache's tests; kvkeep's own forward."""
-    ids = topic_ids(own_fp32)[:3000]
-    own = own_fp32.session(512, 4)
+def test_a_prompt_six_times_as_long_as_the_cache(model: PreTrainedModel, own_fp32: Model) -> None:
+    """Returns what kvkeep's own forward does, as in SinkCache's tests."""
+    ids = topic_ids(own_fp32)[:1200]
+    own = own_fp32.session(200, 4)
     own.feed(ids)
-    expected = [own.next_token() for _ in range(24)]
-    cache = KvkeepCache(model, 512, 4)
+    expected = [own.next_token() for _ in range(12)]
+    cache = KvkeepCache(model, 200, 4)
     output = model.generate(
-        torch.tensor([ids]), past_key_values=cache, max_new_tokens=24, do_sample=False
+        torch.tensor([ids]), past_key_values=cache, max_new_tokens=12, do_sample=False
     )
-    assert output[0, 3000:].tolist() == expected
-    assert cache.session.cache.cells == 512
-    assert cache.session.cache.nbytes < 513 * 2 * 30 * 3 * 64 * 4 * 1.01
+    assert output[0, 1200:].tolist() == expected
+    assert cache.session.cache.cells == 200
+    assert cache.session.cache.nbytes < 201 * 2 * 30 * 3 * 64 * 4 * 1.01
 
 
 def test_prompts_of_several_turns_in_a_bounded_cache(
@@ -157,14 +157,14 @@ def test_each_row_of_a_batch_is_bounded_separately(model: PreTrainedModel, token
     for row, text in enumerate(texts):
         alone = tokenizer(text, return_tensors="pt")
         expected = generated(model, alone, KvkeepCache(model, 24, 2), do_sample=False)
-        assert output[row, -24:].tolist() == expected[0, -24:].tolist()
+        assert output[row, -12:].tolist() == expected[0, -12:].tolist()
     assert [session.cache.cells for session in batch.sessions] == [24, 24, 24]
 
 
 def test_beams_share_segments(model: PreTrainedModel, tokenizer) -> None:
     inputs = tokenizer(TEXTS[1] * 20, return_tensors="pt")
     cache = KvkeepCache(model, 1024, policy="full")
-    generated(model, inputs, cache, do_sample=False, num_beams=4, tokens=60)
+    generated(model, inputs, cache, do_sample=False, num_beams=4, tokens=30)
     segments = [len(session.cache.segments) for session in cache.sessions]
     assert max(segments) <= 40
 

@@ -15,7 +15,7 @@ from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 
 KEYS = ("one-key-of-sixteen", "two-key-of-sixteen")
-CONVERSATIONS, TURNS = 64, 2
+CONVERSATIONS, TURNS = 32, 2
 SHARED = "You answer in a few words. " * 20
 
 
@@ -85,7 +85,7 @@ def test_concurrent_conversations_do_not_leak_into_each_other(
 ) -> None:
     """Memory holds a few dozen conversations, so sessions are evicted and forked constantly."""
     cell = smollm2.session(64).cache.layout.cell_bytes
-    limits = Limits(memory=40 * 500 * cell)
+    limits = Limits(memory=20 * 500 * cell)
     with running_server(smollm2, tmp_path, ApiKeys(KEYS), limits) as server:
         engine = server.service.engine
         results = asyncio.run(converse_concurrently(server, 0, CONVERSATIONS))
