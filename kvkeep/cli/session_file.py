@@ -223,6 +223,6 @@ class SessionWriter:
         with interrupts_deferred(only_first=True):
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
-            self.saved_bytes = snapshot.save(file, self.codec)
+            self.saved_bytes = snapshot.save_by(file, self.codec)
             self._saved_seconds = time.perf_counter() - start
             self._is_changed = self._session.watch()

@@ -57,6 +57,7 @@ class SessionRecord:
     # How many of those a prompt may lack that continues the answer: an end token, for example.
     droppable_tokens: int = 0
     first_edit: str = ""  # the first operation that did more than append; "" for none
+    file_rounded: str = ""  # the codec that rounded the cells of the file, while it is on disk only
     lost_revision: int | None = None  # unsaved, in an engine that was killed
     borrowed: bool = (
         False  # saved in a shared store of several servers, not in this engine's folder
@@ -76,6 +77,11 @@ class SessionRecord:
         """The session, which must be in memory."""
         assert self.session is not None, "the session must be loaded first"
         return self.session
+
+    @property
+    def rounded(self) -> str:
+        """The codec that rounded its cells, or ""."""
+        return self.file_rounded if self.session is None else self.session.core.state.rounded
 
     @property
     def busy(self) -> bool:

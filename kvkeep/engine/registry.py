@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.snapshots.codec import Codec
+from kvkeep.storage.snapshots.header import read_summary, rounded_by
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 _log = logging.getLogger("kvkeep.engine")
@@ -70,13 +71,14 @@ class SessionRegistry:
         for name in folder.names():
             file = SessionFile(folder, name)
             try:
-                notes = read_snapshot_document(file.path).get("notes", {})
+                document = read_snapshot_document(file.path)
             except StoreError as error:
                 self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue
             file.lock()  # before the marker is read: the engine that holds the lock writes it
             record = SessionRecord(name, owner, named=True, file=file, session=None)
-            record.restore_from(notes)
+            record.restore_from(document.get("notes", {}))
+            record.file_rounded = rounded_by(document)
             unsaved_revision = file.marked_revision()
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision
@@ -248,6 +250,8 @@ class SessionRegistry:
             return
         if record.dirty:
             self.save(record)
+        with suppress(StoreError):  # loading it reports that it cannot be read
+            record.file_rounded = read_summary(record.require_file().path).rounded
         record.session = None
 
     def _drop_pins(self, record: SessionRecord) -> None:

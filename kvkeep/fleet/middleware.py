@@ -27,6 +27,7 @@ from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
 from kvkeep.server.sse import sse_event
 from kvkeep.storage.sessions.shared import SessionPath
+from kvkeep.storage.snapshots.header import rounded_by
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 _log = logging.getLogger("kvkeep.server")
@@ -203,9 +204,11 @@ class SessionMiddleware:
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's fields for a response, as last committed; None if gone or damaged."""
     try:
-        notes = read_snapshot_document(path)["notes"]
+        document = read_snapshot_document(path)
+        notes = document["notes"]
         record = SessionRecord(path.stem, "", named=True, file=None, session=None)
         record.restore_from({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
+        record.file_rounded = rounded_by(document)
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None

@@ -10,9 +10,11 @@ from pathlib import Path
 import platformdirs
 import pytest
 import torch
+from lossy_basis import random_basis
 
-from kvkeep import Snapshot
+from kvkeep import Snapshot, load_model
 from kvkeep.session.conversation import turn_numbers
+from kvkeep.storage.lossy.basis import add_basis, forget_cached
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 TEXT = "One two three four five six seven eight nine ten big small."
@@ -166,6 +168,31 @@ def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
     )
     assert "t has 33 tokens" in invoke("sessions", "import", small, "t").stdout
     assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
+
+
+def test_a_session_is_saved_by_a_rounding_codec_listed_and_generated_on(
+    invoke, tiny, tiny_folder, home
+) -> None:
+    basis = add_basis(random_basis(load_model(str(tiny_folder), dtype="float32")))
+    start = ["generate", "--session", "s", "-p", TEXT, "-n", 20, "--codec", "small", *GREEDY, *tiny]
+    assert invoke(*start).exit_code == 0
+    path = home / "sessions" / "s.kvkeep"
+    for tokens in (33, 42):
+        assert "sliding, rounded: small" in invoke("sessions", "list").stdout
+        assert json.loads(invoke("sessions", "list", "--json").stdout)[0]["rounded"] == "small"
+        assert "rounded  by codec small" in invoke("sessions", "show", "s").stdout
+        snapshot = Snapshot.load(path)
+        assert (snapshot.codec, len(snapshot.tokens)) == ("small", tokens)
+        result = invoke("generate", "--session", "s", "-n", 9, *GREEDY)
+        assert (result.exit_code, len(result.stdout) > 9) == (0, True)
+    saved = _damage(basis) and path.read_bytes()
+    forget_cached()
+    for arguments in (["generate", "--session", "s", "-n", 9], [*start[:2], "t", *start[3:]]):
+        refused = invoke(*arguments)
+        assert refused.exit_code == 2
+        assert f"{basis} is corrupt" in refused.stderr
+        assert "kvkeep calibrate" in refused.stderr
+    assert path.read_bytes() == saved
 
 
 def test_rm_prints_what_it_removed(invoke, file) -> None:

@@ -217,6 +217,7 @@ def test_machines_share_a_basis_and_blocks_that_are_rounded_in_it(
         monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / machine))
         if machine == "a":
             add_basis(random_basis(model))
+            objects.put_chunks("bases/0.kvbasis", lambda: [b"damaged"])  # is skipped
         share_bases(objects, model.fingerprint.to_dict())
         store = SharedPrefixCache(objects, SECRET, model.arithmetic, codec="smaller")
         assert feed(model, store, PROMPT_BYTES)[0] == (512 if machine == "b" else 0)

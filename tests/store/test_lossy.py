@@ -1,5 +1,6 @@
 """The codecs small and smaller: cells in a basis of the model, rounded to a step."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lossy_basis import STEP, random_basis
 from small_models import local_spec, small_model, state_specs, unrotated_spec
+from torch import Tensor
 
 from kvkeep import PrefixStore, Session, Snapshot
 from kvkeep.engine import Engine, GenerationRequest
@@ -22,6 +24,7 @@ from kvkeep.storage.lossy import basis as lossy_basis
 from kvkeep.storage.lossy.basis import add_basis, load_basis
 from kvkeep.storage.lossy.cells import BLOCK_CELLS, decode_cells, encode_cells
 from kvkeep.storage.lossy.packing import pack, unpack
+from kvkeep.storage.prefixes import coding
 from kvkeep.storage.snapshots.header import read_summary
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
@@ -160,6 +163,67 @@ def test_what_cannot_be_rounded_is_refused_and_changes_no_file(tmp_path: Path) -
         Snapshot.load(path)
 
 
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    lossy_basis.forget_cached()
+
+
+def test_a_damaged_basis_is_refused_by_name_and_no_session_is_lost(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, path, basis = full_session(), tmp_path / "a.kvkeep", random_basis(MODEL)
+    older, newest = add_basis(random_basis(MODEL, seed=1)), add_basis(basis)
+    os.utime(older, (1, 1))
+    session.snapshot().save(path, "small")
+    damage(newest, -100)
+    for codec, file in (("small", newest), ("smaller", newest)):
+        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE`"):
+            session.snapshot().save(path, codec)  # type: ignore[arg-type]
+        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE`"):
+            Engine(MODEL, codec=codec)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=f"{newest}.*replace it by a copy.*`kvkeep calibrate`"):
+        Snapshot.load(path)
+    with pytest.raises(StoreError, match=f"{newest}.*kvkeep calibrate"):
+        PrefixStore(tmp_path / "p", codec="small").find(MODEL.fingerprint, TEXT)
+    session.snapshot().save_by(path, "small")  # as on shutdown
+    assert MODEL.restore(Snapshot.load(path)).exactness.bit_exact
+    assert f"{path} is saved exactly, not by codec small" in caplog.text
+    assert str(newest) in caplog.text
+    damage(newest, 100)  # its header: of what model it is cannot be known
+    session.snapshot().save(path, "small")  # in the older one
+    older.unlink()
+    with pytest.raises(InvalidArgument, match=f"{newest}.*run `kvkeep calibrate FILE`"):
+        session.snapshot().save(path, "small")
+    assert add_basis(basis) == newest  # the same one, measured again
+    session.snapshot().save(path, "small")
+    assert read_summary(path).rounded == "small"
+
+
+def test_a_rounding_prefix_store_finds_its_basis_once_and_decodes_only_for_lookups(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, store = add_basis(random_basis(MODEL)), PrefixStore(tmp_path / "p", codec="small")
+    MODEL.session(policy="full", store=store).feed(TEXT)
+    path.unlink()
+    lossy_basis.forget_cached()
+    assert len(store.find(MODEL.fingerprint, TEXT).blocks) == 2
+    blocks = sorted(store.path.glob("*.kvblock"))
+    blocks[0].write_bytes(b"damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(coding, "decode_cells", None)  # none is called
+        cells = store_blocks(full_session(tokens=600))
+        assert store.add(MODEL.fingerprint, TEXT, 0, cells) == 512
+    assert len(store.find(MODEL.fingerprint, TEXT).blocks) == 2
+
+
+def store_blocks(session: Session) -> Iterator[tuple[Tensor, Tensor]]:
+    cells = session.cache.segments[0].view(0, 600)
+    for start in (0, 256):
+        yield cells.keys[:, :, start : start + 256], cells.values[:, :, start : start + 256]
+
+
 def test_a_prefix_store_keeps_rounded_blocks_apart_from_exact_ones(tmp_path: Path) -> None:
     add_basis(random_basis(MODEL))
     exact = PrefixStore(tmp_path / "p")
@@ -195,6 +259,8 @@ def test_an_engine_saves_by_its_codec(tmp_path: Path) -> None:
     files = {path.stem: read_summary(path).rounded for path in (tmp_path / "s").rglob("*.kvkeep")}
     assert files == {"a": "small", "quantised": "", "copy": ""}  # no session is lost
     with Engine(MODEL, folder=tmp_path / "s") as engine:
+        records = {record.name: record.rounded for record in engine.sessions().result()}
+        assert records == {"a": "small", "quantised": ""}
         more = GenerationRequest(prompt=(5,), max_tokens=1)
         list(engine.generate(more, session="a"))  # the session itself goes on with rounded cells
         anew = engine.generate(replace(request, prompt=(*TEXT[:300], 7)))

@@ -71,8 +71,8 @@ def _table_row(row: dict[str, Any]) -> tuple[str, ...]:
     if row["error"] is not None:
         return (*file_cells, "-", "-", "-", f"({row['error']})")
     cells = f"{row['cells']:,} of {row['max_kv_size']:,}"
-    policy = f"{row['policy']}, {row['rounded']}" if row["rounded"] else row["policy"]
-    return (*file_cells, f"{row['tokens']:,}", cells, policy, row["model"])
+    rounded = f", rounded: {row['rounded']}" if row["rounded"] else ""
+    return (*file_cells, f"{row['tokens']:,}", cells, row["policy"] + rounded, row["model"])
 
 
 @command()

@@ -89,6 +89,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "parent": record.parent,
         "created": int(record.created),
         "lost_revision": record.lost_revision,
+        "rounded": record.rounded or None,
     }
     if (session := record.session) is not None:
         entry |= {

@@ -8,6 +8,7 @@ much they change predictions, so that one step serves all components.
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ LOSSY_CODECS: tuple[LossyCodec, ...] = get_args(LossyCodec)
 BASIS_KIND, BASIS_FORMAT = "basis", 1
 BASIS_SUFFIX = ".kvbasis"
 _MAX_COMPONENTS = 2**20
+_ADVICE = "run `kvkeep calibrate FILE` on a text of 9,000 tokens or more, or use exact or zstd"
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,13 @@ def _group(name: str, width: int, tensors: Mapping[str, Tensor]) -> GroupBasis:
 def add_basis(basis: CellBasis) -> Path:
     """Add a basis to those of this machine; return its file. Raises StoreError.
 
-    Earlier ones of the model stay, since files that were coded with them need them.
+    Earlier ones of the model stay, since files that were coded with them need them. A damaged file
+    of the same basis is replaced.
     """
     path = _folder() / f"{basis.digest}{BASIS_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if not _is_intact(path, basis.digest):
             basis.save(path)
         os.utime(path)
     except OSError as error:
@@ -190,19 +193,27 @@ def add_basis(basis: CellBasis) -> Path:
 
 
 def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
-    """Return the newest basis of a model. Raises InvalidArgument without one.
+    """Return the newest basis of a model.
 
-    fingerprint: of the model; prefill steps in it do not matter.
+    fingerprint: of the model; prefill steps in it do not matter. Raises InvalidArgument without
+    one, StoreError if it is damaged. Files whose headers are damaged may be of any model, and are
+    skipped.
     """
     wanted = {name: value for name, value in fingerprint.items() if name != "steps"}
-    paths = sorted(_folder().glob(f"*{BASIS_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(paths):
-        document = read_document(path, BASIS_KIND, BASIS_FORMAT)
+    skipped = ""
+    for path in _newest_first():
+        try:
+            document = read_document(path, BASIS_KIND, BASIS_FORMAT)
+        except StoreError as error:
+            skipped = skipped or f" ({error})"
+            continue
         if document.get("fingerprint") == wanted:
-            return _load_cached(path)
+            try:
+                return _load_cached(path)
+            except StoreError as error:
+                raise StoreError(f"{error}. For a new basis, {_ADVICE}") from error
     raise InvalidArgument(
-        "the codecs small and smaller need a basis of this model, which `kvkeep calibrate` makes; "
-        "run it, or use exact or zstd"
+        f"the codecs small and smaller need a basis of this model{skipped}; to make one, {_ADVICE}"
     )
 
 
@@ -214,7 +225,13 @@ def find_basis(digest: str) -> CellBasis:
             f"the cells are coded with basis {digest[:12]}, which is not here: copy {path.name} "
             f"from the folder of bases of the machine that wrote them to {path.parent}"
         )
-    basis = _load_cached(path)
+    try:
+        basis = _load_cached(path)
+    except StoreError as error:
+        raise StoreError(
+            f"{error}. Cells are coded with this basis: replace it by a copy from another machine, "
+            "or run `kvkeep calibrate` on the text that it was made from"
+        ) from error
     if basis.digest != digest:
         raise CorruptFile(f"{path} has the digest {basis.digest}, which differs from its name")
     return basis
@@ -231,6 +248,23 @@ def _multiplies_bfloat16() -> bool:
 def forget_cached() -> None:
     """Read bases anew when they are needed next."""
     _load_cached.cache_clear()
+
+
+def _newest_first() -> list[Path]:
+    """Return the files of this machine's bases."""
+    dated = list[tuple[float, Path]]()
+    for path in _folder().glob(f"*{BASIS_SUFFIX}"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            dated.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(dated, reverse=True)]
+
+
+def _is_intact(path: Path, digest: str) -> bool:
+    """Whether a file is the basis of a digest."""
+    try:
+        return load_basis(path).digest == digest
+    except StoreError:
+        return False
 
 
 def _folder() -> Path:

@@ -1,6 +1,6 @@
 """The interface of prefix caches, and their blocks: the cells of 256 tokens of a prompt."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -118,16 +118,29 @@ class PrefixBlock:
         if container_tokens(container) != self.tokens.tolist():
             return None
         tensors = container.tensors
-        if coding is not None:
-            cells = coding.decode(tensors, self.start)
-            if cells is None:
-                return None
-        elif "keys" in tensors and "values" in tensors:
-            cells = tensors["keys"], tensors["values"]
-        else:
-            return None
-        fits = all(fingerprint.matches_cells(t) and t.shape[2] == BLOCK_TOKENS for t in cells)
-        return cells if fits else None
+        cells = _cells_of(tensors) if coding is None else coding.decode(tensors, self.start)
+        return cells if cells is not None and _fit(cells, fingerprint) else None
+
+    def is_of(
+        self, container: Container, fingerprint: Fingerprint, coding: BlockCoding | None
+    ) -> bool:
+        """Whether a file is that of this block; see `cells_from`. Rounded cells stay coded."""
+        if coding is None:
+            return self.cells_from(container, fingerprint, None) is not None
+        is_same_text = container_tokens(container) == self.tokens.tolist()
+        return is_same_text and coding.fits(container.tensors)
+
+
+def _cells_of(tensors: Mapping[str, Tensor]) -> BlockCells | None:
+    """Return the exact cells of a file; None if it has none."""
+    if "keys" in tensors and "values" in tensors:
+        return tensors["keys"], tensors["values"]
+    return None
+
+
+def _fit(cells: BlockCells, fingerprint: Fingerprint) -> bool:
+    """Whether cells are a block of a model's."""
+    return all(fingerprint.matches_cells(t) and t.shape[2] == BLOCK_TOKENS for t in cells)
 
 
 def blocks_of(

@@ -48,41 +48,64 @@ class BlockCoding:
 
     def decode(self, tensors: Mapping[str, Tensor], start: int) -> _Cells | None:
         """Undo `encode`. Returns None for tensors that are not those of a block."""
+        step, positions = self.basis.steps[self.codec], _positions(start)
         try:
-            keys, values = (self._decode(name, tensors, start) for name in ("keys", "values"))
+            keys, values = (
+                decode_cells(coded, positions, self.basis, step, name == "keys")
+                for name, coded in self._coded(tensors).items()
+            )
         except (LookupError, ValueError):
             return None
         return keys, values
 
-    def _decode(self, name: str, tensors: Mapping[str, Tensor], start: int) -> Tensor:
-        basis, layout = self.basis, self.basis.layout
-        frame, cells = tensors[f"{name}.frames"], tensors[f"{name}.exact_cells"]
-        exact = tensors[f"{name}.exact"]
-        require_tensor(f"{name}.frames", frame, torch.uint8, None)
-        require_tensor(f"{name}.exact_cells", cells, torch.int32, None)
-        shape = (layout.layers, layout.kv_heads, len(cells), layout.head_dim)
-        require_tensor(f"{name}.exact", exact, layout.dtype, *shape)
-        require(len(frame) > 0, "an empty frame")
-        coded = CodedCells((bytes(tensor_bytes(frame)),), cells, exact)
-        step = basis.steps[self.codec]
-        return decode_cells(coded, _positions(start), basis, step, name == "keys")
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether tensors have the names and shapes of a block, which is not decoded."""
+        try:
+            return bool(self._coded(tensors))
+        except (LookupError, ValueError):
+            return False
+
+    def _coded(self, tensors: Mapping[str, Tensor]) -> dict[str, CodedCells]:
+        """Return the coded keys and values. Raises LookupError or ValueError for other tensors."""
+        layout, result = self.basis.layout, dict[str, CodedCells]()
+        for name in ("keys", "values"):
+            frame, cells = tensors[f"{name}.frames"], tensors[f"{name}.exact_cells"]
+            exact = tensors[f"{name}.exact"]
+            require_tensor(f"{name}.frames", frame, torch.uint8, None)
+            require_tensor(f"{name}.exact_cells", cells, torch.int32, None)
+            shape = (layout.layers, layout.kv_heads, len(cells), layout.head_dim)
+            require_tensor(f"{name}.exact", exact, layout.dtype, *shape)
+            require(len(frame) > 0, "an empty frame")
+            result[name] = CodedCells((bytes(tensor_bytes(frame)),), cells, exact)
+        return result
 
 
-def block_coding(codec: str, fingerprint: Fingerprint) -> BlockCoding | None:
-    """Return how blocks of a model are coded; None if they are exact. Raises StoreError."""
-    if codec == "exact":
-        return None
-    try:
-        return BlockCoding(codec, newest_basis(fingerprint.to_dict()))
-    except InvalidArgument as error:
-        raise StoreError(str(error)) from error
+class BlockCodings:
+    """How a prefix cache codes the blocks of each model.
 
+    The basis of a model is looked up once: a newer one is used by caches that are opened later.
+    """
 
-def checked_block_codec(codec: str) -> str:
-    """Raises InvalidArgument for an unknown codec."""
-    if codec not in BLOCK_CODECS:
-        raise InvalidArgument(f"codec must be one of {', '.join(BLOCK_CODECS)}; found {codec!r}")
-    return codec
+    def __init__(self, codec: str):
+        """Raises InvalidArgument for an unknown codec."""
+        if codec not in BLOCK_CODECS:
+            known = ", ".join(BLOCK_CODECS)
+            raise InvalidArgument(f"codec must be one of {known}; found {codec!r}")
+        self.codec = codec
+        self._bases = dict[str, CellBasis]()  # by the model's weights and settings
+
+    def of(self, fingerprint: Fingerprint) -> BlockCoding | None:
+        """Return how blocks of a model are coded; None if they are exact. Raises StoreError."""
+        if self.codec == "exact":
+            return None
+        fields = {k: v for k, v in fingerprint.to_dict().items() if k != "steps"}
+        model = repr(sorted(fields.items()))
+        if model not in self._bases:
+            try:
+                self._bases[model] = newest_basis(fields)
+            except InvalidArgument as error:
+                raise StoreError(str(error)) from error
+        return BlockCoding(self.codec, self._bases[model])
 
 
 def _positions(start: int) -> Tensor:

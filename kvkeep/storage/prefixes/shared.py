@@ -46,7 +46,7 @@ from kvkeep.storage.prefixes.checkpoint import (
     encode_checkpoint,
     newest_checkpoint,
 )
-from kvkeep.storage.prefixes.coding import BlockCoding, block_coding, checked_block_codec
+from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
@@ -87,7 +87,7 @@ class SharedPrefixCache:
         codec: str = "exact",
     ):
         """codec: see `PrefixStore`. Raises InvalidArgument for a secret of another length."""
-        self.codec = checked_block_codec(codec)
+        self._codings, self.codec = BlockCodings(codec), codec
         if len(secret) != SECRET_BYTES:
             raise InvalidArgument(f"a secret must have {SECRET_BYTES} bytes; found {len(secret)}")
         self._store, self._secret, self._arithmetic = store, secret, dict(arithmetic)
@@ -111,7 +111,7 @@ class SharedPrefixCache:
         timeout.
         """
         self._queue.require_up()
-        coding, checkpoint = block_coding(self.codec, fingerprint), None
+        coding, checkpoint = self._codings.of(fingerprint), None
         blocks = self._blocks(fingerprint, tokens, coding)
         try:
             hits = self._read_until_miss(blocks, fingerprint, coding)
@@ -162,7 +162,7 @@ class SharedPrefixCache:
         for each block of the prompt. Those that are added are few, and `evict_blocks` bounds them.
         """
         self._queue.require_up()
-        coding = block_coding(self.codec, fingerprint)
+        coding = self._codings.of(fingerprint)
         stored_end, prompt_blocks = start, self._blocks(fingerprint, tokens, coding)
         new_blocks = prompt_blocks[start // BLOCK_TOKENS :]
         for block, (keys, values) in zip(new_blocks, blocks, strict=False):

@@ -41,7 +41,7 @@ from kvkeep.storage.prefixes.checkpoint import (
     encode_checkpoint,
     newest_checkpoint,
 )
-from kvkeep.storage.prefixes.coding import BlockCoding, block_coding, checked_block_codec
+from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
@@ -72,7 +72,7 @@ class PrefixStore:
         Raises InvalidArgument for a quota below 1 or an unknown codec, StoreError for an unusable
         folder.
         """
-        self.codec = checked_block_codec(codec)
+        self._codings, self.codec = BlockCodings(codec), codec
         self.path = validation.path("path", path)
         self.max_bytes = validation.integer("max_bytes", max_bytes, 1)
         try:
@@ -211,7 +211,7 @@ class PrefixStore:
         return self._block_path(block).with_suffix(CHECKPOINT_SUFFIX)
 
     def _coding(self, fingerprint: Fingerprint) -> BlockCoding | None:
-        return block_coding(self.codec, fingerprint)
+        return self._codings.of(fingerprint)
 
     def _read(
         self, block: PrefixBlock, fingerprint: Fingerprint, coding: BlockCoding | None
@@ -229,7 +229,8 @@ class PrefixStore:
     ) -> bool:
         """Write a block unless it is stored. Returns False if there is no room for it."""
         path = self._block_path(block)
-        if self._read(block, fingerprint, coding) is not None:
+        container = read_block(path, block.key)
+        if container is not None and block.is_of(container, fingerprint, coding):
             quota.pin(path)
             return True
         if path.exists() and not path.is_file():

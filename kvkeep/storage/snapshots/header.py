@@ -6,7 +6,7 @@
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +168,7 @@ def read_summary(path: str | ReadablePath) -> SnapshotSummary:
             document["tokens"],
             sum(entry["length"] for entry in segments if not entry.get("local", False)),
             document.get("notes", {}),
-            document.get("rounded", _ROUNDED_BEFORE.get(document["codec"], "")),
+            rounded_by(document),
         )
         types = [type(value) for value in vars(summary).values()]
         if types != [str, str, int, int, int, dict, str]:
@@ -178,6 +178,12 @@ def read_summary(path: str | ReadablePath) -> SnapshotSummary:
             f"{path} is corrupt: its session fields are invalid ({error!r:.200})"
         ) from error
     return summary
+
+
+def rounded_by(document: Mapping[str, Any]) -> str:
+    """Return the codec that rounded the cells of a snapshot file, or ""."""
+    rounded: str = document.get("rounded", _ROUNDED_BEFORE.get(document["codec"], ""))
+    return rounded
 
 
 def check_output_path(path: Path, kind: str) -> None:

@@ -1,5 +1,6 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from kvkeep.storage.snapshots.segments import (
 )
 
 ROUNDING_CODECS = ("int8", *LOSSY_CODECS)
+_log = logging.getLogger("kvkeep.storage")
 _STATE_PREFIX = "recurrent."  # of the names of recurrent states
 
 
@@ -200,12 +202,17 @@ class Snapshot:
     def save_by(self, path: str | Path | WritablePath, preferred: Codec) -> int:
         """Write the snapshot by a codec, or exactly if that codec cannot store it; see `save`.
 
-        For programs that have one codec for all sessions, of which some have quantised cells.
+        For programs that save what would be lost otherwise. Quantised cells are stored exactly;
+        without a usable basis all cells are, and a warning is logged.
         """
-        try:
-            self.require_codec(preferred)
-        except (InvalidArgument, StoreError):
-            return self.save(path)
+        if preferred in LOSSY_CODECS:
+            if self.bits != Bits():
+                return self.save(path)
+            try:
+                self._basis()
+            except (InvalidArgument, StoreError) as error:
+                _log.warning("%s is saved exactly, not by codec %s: %s", path, preferred, error)
+                return self.save(path)
         return self.save(path, preferred)
 
     def require_codec(self, codec: Codec) -> None:

@@ -65,7 +65,7 @@ function leaf(snapshot, edits) {
   return h(
     "li",
     { class: "snapshot" },
-    `Snapshot ${snapshot.name}, ${bytes(snapshot.bytes)} `,
+    `Snapshot ${snapshot.name}, ${bytes(snapshot.bytes)}${snapshot.rounded ? `, rounded: ${snapshot.rounded}` : ""} `,
     edits ? h("button", { onclick: restore }, "Restore") : null,
   );
 }
