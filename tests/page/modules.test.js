@@ -5,10 +5,11 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { cellsOf, sharesOf, standingText, turnsOf } = await import(`${FILES}/turns.js`);
+const { canGoBackTo, cellsOf, rangesOf, sharesOf, standingText, turnsOf } = await import(`${FILES}/turns.js`);
 const { answerText, compressText, forgetText, heldText, pinText } = await import(`${FILES}/memory_text.js`);
 const { nameFor, titleFor } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
+const { missOf } = await import(`${FILES}/misses.js`);
 const { isUndoName } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, ...fields });
@@ -117,4 +118,38 @@ test("what a change would free or cost is said by the cells that are held", () =
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
   assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
   assert.equal(answerText(timings, 20), "The last answer reused all 20 tokens in memory, read 3 new ones and wrote 1.");
+});
+
+const run = (standing, start, end) => ({ standing, start, count: end - start });
+
+test("ranges of a turn are those of its tokens with a wanted standing, joined", () => {
+  const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("pinned", 9, 12), run("window", 12, 20)];
+  const isHeld = (standing) => standing !== "forgotten";
+  assert.deepEqual(rangesOf(memory({ runs }), 2, 15, isHeld), [span(2, 4), span(9, 15)]);
+  assert.deepEqual(rangesOf(memory({ runs }), 5, 8, isHeld), []);
+});
+
+test("a session goes back to where all after it is held, and the token before", () => {
+  const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("window", 9, 20)];
+  const places = [0, 4, 9, 10, 20].map((at) => canGoBackTo(memory({ tokens: 20, runs }), at));
+  assert.deepEqual(places, [false, false, false, true, true]);
+  assert.ok(canGoBackTo(memory({ tokens: 4, runs: [run("window", 0, 4)] }), 0));
+});
+
+test("a turn of which nothing is held cannot be pinned", () => {
+  const runs = [run("forgotten", 0, 9), run("window", 9, 20)];
+  const text = pinText(memory({ tokens: 20, cells: 11, runs }), span(0, 9));
+  assert.match(text, /^Not possible/);
+});
+
+test("a session's last prompt is found among the misses, which name the nearest session", () => {
+  const misses = [
+    { number: 3, session: "other", prompt_tokens: 24, reused: 8 },
+    { number: 2, session: "a", prompt_tokens: 24, reused: 8 },
+    { number: 1, session: null, prompt_tokens: 30, reused: 0 },
+  ];
+  const of = (fields) => missOf(misses, { name: "b", parent: "a", ...fields })?.number;
+  assert.equal(of({ last_prompt: { prompt_tokens: 24, reused: 8 } }), 2);
+  assert.equal(of({ last_prompt: { prompt_tokens: 30, reused: 0 } }), 1);
+  assert.equal(of({ last_prompt: { prompt_tokens: 31, reused: 0 } }), undefined);
 });

@@ -166,6 +166,11 @@ def test_conversations_are_searched_renamed_and_deleted(page: Page, client: http
     expect(item).to_contain_text("Name a river in Peru.")
     item.hover()
     item.get_by_role("button", name="Rename").click()
+    page.locator("dialog [name=title]").fill("  ")
+    page.keyboard.press("Enter")
+    expect(item).to_contain_text(name)  # the name of its session
+    expect(item.get_by_role("link")).to_be_focused()
+    item.get_by_role("button", name="Rename").press("Enter")
     page.locator("dialog [name=title]").fill("Rivers")
     page.locator("dialog button.main").click()
     expect(item).to_contain_text("Rivers")
@@ -240,12 +245,44 @@ def test_an_agents_session_is_watched_while_it_runs(
         expect(page.locator("#conversations")).to_contain_text(re.compile("watched.*working"))
 
 
-def test_a_server_that_is_gone_is_said(page: Page) -> None:
+def test_a_server_that_is_gone_is_said_and_messages_are_kept(page: Page) -> None:
+    start(page, tokens=4)
     page.route("**/v1/events", lambda route: route.abort())
     page.reload()
     expect(page.get_by_role("alert")).to_contain_text("does not answer")
-    page.unroute("**/v1/events")
+    expect(turns(page)).to_have_count(1)
+    page.route("**/v1/sessions/**", lambda route: route.abort())
+    expect(page.locator("#status")).to_have_text("The server does not answer.")
+    box(page).fill("Are you there?")
+    box(page).press("Enter")
+    expect(box(page)).to_have_value("Are you there?")
+    page.unroute_all()
     expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator("#status")).to_be_empty()
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(2)
+
+
+def test_a_deletion_stops_an_answer_and_escape_in_a_dialog_does_not(
+    page: Page, client: httpx.Client
+) -> None:
+    page.goto("/#/")
+    box(page).fill("Write a long story about a ship.")
+    box(page).press("Enter")
+    expect(page.locator(".open .markdown").first).to_be_visible()
+    name = page.url.rpartition("/")[2]
+    item = page.locator("#conversations li", has=page.locator(f'[data-name="{name}"]'))
+    item.hover()
+    item.get_by_role("button", name="Rename").click()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_have_count(0)
+    assert client.get(f"/v1/sessions/{name}").json()["busy"]
+    item.hover()
+    item.get_by_role("button", name="Delete").click()
+    page.locator("dialog button.main").click()
+    expect(page.locator("#status")).to_have_text("Conversation deleted.")
+    expect(page.locator("h1")).to_have_text("New chat")
+    assert client.get(f"/v1/sessions/{name}").status_code == 404
 
 
 def strip(page: Page) -> Locator:
@@ -362,6 +399,42 @@ def test_a_branch_stays_one_after_an_undo(page: Page, client: httpx.Client) -> N
     expect(page.locator("#status")).to_have_text("Undone: forget.")
     expect(item.get_by_label("branch", exact=True)).to_have_count(1)
     assert texts(client, branch) == texts(client, name)
+
+
+def test_what_a_window_forgot_is_marked_and_asked_anew(page: Page, client: httpx.Client) -> None:
+    """A turn that is forgotten in part is pinned as far as it is held, and deleted whole."""
+    name, settings = "forgetful", {"policy": "sliding", "max_kv_size": 64}
+    client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
+    for country in ("France", "Italy", "Spain"):
+        turn = {"content": f"Name the capital of {country}.", "max_tokens": 6, "temperature": 0}
+        client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+    before = texts(client, name)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"/#/chat/{name}")
+    expect(page.locator(".question .standing").first).to_contain_text("forgotten")
+    strip(page).nth(1).click()
+    panel = page.locator(".memory-panel")
+    expect(panel).to_contain_text("partly forgotten")
+    expect(panel.get_by_role("button", name="Replace question")).to_be_disabled()
+    panel.get_by_role("button", name="Pin").click()
+    expect(page.locator("#status")).to_have_text("turn 1 is pinned.")
+    assert "pinned" in standings(client, name)
+    panel.get_by_role("button", name="Forget").click()
+    expect(page.locator(".question")).to_have_count(2)
+    page.get_by_role("button", name="Undo forget").click()
+    expect(page.locator(".question")).to_have_count(3)
+    page.get_by_role("button", name="Undo pin").click()
+    expect(page.locator("#status")).to_have_text("Undone: pin.")
+    assert texts(client, name) == before
+    page.get_by_role("button", name="Edit").first.click()
+    expect(page.locator("dialog")).to_contain_text("not in memory any more")
+    page.locator("dialog [name=text]").fill("Name the capital of Peru.")
+    page.locator("dialog button.main").click()
+    expect(page.locator("h1")).to_have_text("Name the capital of Peru.")
+    expect(turns(page)).to_have_count(1)
+    shown = client.get(f"/v1/sessions/{page.url.rpartition('/')[2]}/memory").json()
+    assert {key: shown[key] for key in settings} == settings
+    assert texts(client, name) == before
 
 
 def focus_by_tab(page: Page, selector: str) -> None:

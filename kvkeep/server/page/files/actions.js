@@ -5,11 +5,10 @@ import { fill, h, number, promptDialog, showStatus } from "./dom.js";
 
 const NAME = { pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" };
 
+export const CHANGED = "The session has changed since it was shown, so nothing was done. The page now shows its current state.";
+
 // Returns the message for a failed change. Status 412: the session is at another revision.
-export const changeError = (error) =>
-  error.status === 412
-    ? "The session has changed since it was shown, so nothing was done. The page now shows its current state."
-    : error.message;
+export const changeError = (error) => (error.status === 412 ? CHANGED : error.message);
 
 // Returns the headers of a change for one revision, under a key that lets it be repeated.
 export const changeHeaders = (revision) => ({

@@ -33,7 +33,9 @@ async function request(method, path, body, { headers, signal } = {}) {
     options.body = JSON.stringify(body);
     options.headers["Content-Type"] = "application/json";
   }
-  const response = await fetch(path, options);
+  const response = await fetch(path, options).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server does not answer.");
+  });
   if (!response.ok) {
     /** @type {{message?: string, code?: string}} */
     let error = {};

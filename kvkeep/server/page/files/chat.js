@@ -1,7 +1,7 @@
 // The chat: a conversation's turns, the message box, and what can be done with a turn.
 
 import { ApiError, get, send, streamEvents } from "./api.js";
-import { changeError, changeHeaders } from "./actions.js";
+import { CHANGED, changeError, changeHeaders } from "./actions.js";
 import { ChatChanges } from "./chat_changes.js";
 import { keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { composer } from "./composer.js";
@@ -9,10 +9,10 @@ import { conversationsChanged } from "./conversations.js";
 import { fill, h, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { memoryPanel } from "./memory_panel.js";
-import { openTurn, turnElement } from "./message.js";
+import { openTurn, standingNote, turnElement } from "./message.js";
 import { fetchPieces } from "./tokens.js";
 import { turnStrip } from "./turn_strip.js";
-import { turnsOf } from "./turns.js";
+import { canGoBackTo, countOf, turnsOf } from "./turns.js";
 import { undoSteps } from "./undo.js";
 
 /** @typedef {import("./turns.js").Memory} Memory */
@@ -42,6 +42,7 @@ export class ChatView {
     this.name = null;
     /** @type {Memory | null} */
     this.memory = null;
+    this.isOutdated = false; // whether the session may be another one at the same revision
     /** @type {string[]} */
     this.texts = [];
     /** @type {Turn[]} */
@@ -53,6 +54,7 @@ export class ChatView {
     /** @type {{timings: any, held: number} | null} */
     this.lastAnswer = null;
     this.changes = new ChatChanges(this);
+    this.failedToLoad = false; // whether the status says so
     this.busy = false; // whether an answer or a change is in progress
     /** @type {import("./chat_settings.js").SessionSettings} */
     this.newSession = {};
@@ -74,11 +76,12 @@ export class ChatView {
     this.log.addEventListener("pointerleave", () => this.point(null));
     this.log.addEventListener("drawn", () => this.followEnd());
     signal.addEventListener("abort", () => this.running?.abort());
+    document.addEventListener("deleting", (/** @type {any} */ event) => event.detail === this.name && this.running?.abort(), { signal });
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
       if (operation && operation.session !== this.name) return;
-      if (!operation || operation.what === "delete") this.memory = null; // revisions may start again
+      if (!operation || operation.what === "delete") this.isOutdated = true; // revisions may start again
       reloadSoon();
     }, signal);
     const timer = setInterval(() => this.watch(), WATCH_EVERY);
@@ -100,6 +103,7 @@ export class ChatView {
   /** @param {KeyboardEvent} event */
   onKey(event) {
     const typing = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
+    if (event.key === "Escape" && document.querySelector("dialog[open]")) return; // it closes the dialog
     if (event.key === "Escape" && this.running) this.running.abort();
     else if (event.key === "Escape" && this.panel.element.classList.contains("open")) this.togglePanel(false);
     if (event.key === "/" && !typing && this.edits) {
@@ -171,7 +175,7 @@ export class ChatView {
 
   // Loads the session's memory and text, and draws them. Raises ApiError.
   async load() {
-    const [name, before] = [this.name, this.memory];
+    const [name, before] = [this.name, this.isOutdated ? null : this.memory];
     const memory = /** @type {Memory} */ (await get(`${this.path}/memory`));
     if (this.signal.aborted || name !== this.name) return;
     const unchanged = before && before.revision === memory.revision && before.tokens === memory.tokens;
@@ -183,7 +187,7 @@ export class ChatView {
     const first = before && memory.revision === this.appendedRevision ? Math.min(before.tokens, memory.tokens) : 0;
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
-    this.memory = memory;
+    [this.memory, this.isOutdated] = [memory, false];
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
     if (!this.running) await this.draw();
   }
@@ -192,9 +196,12 @@ export class ChatView {
     if (this.name === null) return;
     try {
       await this.load();
+      if (this.failedToLoad) showStatus("");
+      this.failedToLoad = false;
     } catch (error) {
       if (this.signal.aborted) return;
       if (error instanceof ApiError && error.status === 404) return this.drawGone();
+      this.failedToLoad = true;
       showStatus(/** @type {Error} */ (error).message, true);
     }
   }
@@ -211,7 +218,7 @@ export class ChatView {
     this.heading.textContent = titleOf(memory.name);
     document.title = `${titleOf(memory.name)} - kvkeep`;
     await this.drawHeader();
-    const elements = this.turns.filter(({ parts }) => parts.length).map((turn) => turnElement(turn, (part) => this.buttonsOf(turn, part)));
+    const elements = this.turns.filter(({ parts }) => parts.length).map((turn) => turnElement(turn, (part) => [...this.buttonsOf(turn, part), standingNote(memory, part)]));
     const empty = h("div", { class: "welcome" }, h("p", {}, "Nothing has been said here yet."));
     fill(this.log, elements.length ? elements : empty);
     this.drawMemory(memory, this.turns);
@@ -219,7 +226,7 @@ export class ChatView {
   }
 
   async drawHeader() {
-    const [step] = this.edits ? await undoSteps(/** @type {string} */ (this.name)) : [];
+    const [step] = this.edits ? await undoSteps(/** @type {string} */ (this.name)).catch(() => []) : [];
     const link = h("a", { class: "button", href: `#/sessions/${this.name}` }, "Inspect");
     const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
     const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
@@ -227,19 +234,34 @@ export class ChatView {
   }
 
   /**
-   * Runs one change or answer at a time; another one is not begun.
+   * Runs one change or answer at a time; another one is not begun, nor one of a session that cannot be loaded.
+   * Returns whether it was run.
    * @param {() => Promise<any>} run @param {{focus: (options?: FocusOptions) => void}} [next] that has the focus afterwards
    */
   async exclusively(run, next = this.box) {
-    if (this.busy) return showStatus("Wait until the answer is complete, or stop it.");
+    if (this.busy) {
+      showStatus("Wait until the answer is complete, or stop it.");
+      return false;
+    }
     this.setBusy(true);
     showStatus("");
     try {
+      if (this.name !== null && !(await this.isCurrent())) return false;
       await run();
     } finally {
       this.setBusy(false); // only now: the next turn is for the revision that is shown
     }
     if (!this.signal.aborted) next.focus({ preventScroll: true });
+    return true;
+  }
+
+  // Whether the session is what is shown; says so if it is not.
+  async isCurrent() {
+    const before = this.memory;
+    if (this.isOutdated || !before) await this.reload();
+    const isSame = before?.revision === this.memory?.revision && before?.tokens === this.memory?.tokens;
+    if (!isSame && this.memory) showStatus(CHANGED, true);
+    return isSame && this.memory !== null && !this.isOutdated;
   }
 
   /** @param {boolean} busy */
@@ -273,14 +295,14 @@ export class ChatView {
     return [
       isTurn && isLast ? button("Regenerate", () => this.changes.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
       isTurn && isLast ? button("Continue", () => this.changes.continueAnswer(), "Go on where the answer ended") : null,
-      button("Branch from here", () => this.changes.branch(turn.end)),
+      this.memory && canGoBackTo(this.memory, turn.end) ? button("Branch from here", () => this.changes.branch(turn.end)) : null,
       memoryButton,
     ].flatMap((element) => (element ? [element] : []));
   }
 
   /** @param {string} content */
-  say(content) {
-    return this.exclusively(() => this.begin(content));
+  async say(content) {
+    if (!(await this.exclusively(() => this.begin(content)))) this.box.restore(content);
   }
 
   /** @param {string} content */
@@ -323,7 +345,8 @@ export class ChatView {
   // Streams an answer into a turn that is shown. onNothing: called if nothing of it was kept.
   /** @param {string} action @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
   async stream(action, body, turn, onNothing) {
-    const { revision, tokens: held } = /** @type {Memory} */ (this.memory);
+    const memory = /** @type {Memory} */ (this.memory);
+    const [{ revision }, held] = [memory, memory.tokens - countOf(memory, "forgotten")];
     this.running = new AbortController();
     this.box.setStoppable(true);
     /** @type {Error | null} */
@@ -347,8 +370,8 @@ export class ChatView {
     if (turn.isEmpty) onNothing();
     this.running = null;
     if (this.signal.aborted) return;
-    await this.settle();
     if (failure) showStatus(changeError(failure), true);
+    await this.settle();
     conversationsChanged();
   }
 

@@ -6,11 +6,18 @@ import { askSettings, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_se
 import { conversationsChanged } from "./conversations.js";
 import { h, promptDialog, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
+import { canGoBackTo } from "./turns.js";
 import { dropUndo, keepUndo, undo } from "./undo.js";
 
 /** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
+
+const IN_A_BRANCH = "The new message is asked in a branch; this conversation stays as it is.";
+const IN_A_NEW_ONE =
+  "What led up to this message is not in memory any more, so the model cannot go back to it: the new message begins a conversation without the turns before. This one stays as it is.";
+const NO_WAY_BACK =
+  "This turn takes more than the memory holds, so the model cannot go back to its beginning. Edit its message to ask it in a new conversation.";
 
 export class ChatChanges {
   /** @param {import("./chat.js").ChatView} chat */
@@ -18,9 +25,14 @@ export class ChatChanges {
     this.chat = chat;
   }
 
-  /** @param {string} operation @param {string} path @param {any} body @param {string} message */
-  changeMemory(operation, path, body, message) {
-    const run = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/${path}`, body, { headers });
+  /** @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {string} message */
+  changeMemory(operation, path, bodies, message) {
+    const run = async (/** @type {any} */ headers) => {
+      for (const body of bodies) {
+        const { revision } = await send("POST", `${this.chat.path}/${path}`, body, { headers });
+        headers = changeHeaders(revision);
+      }
+    };
     return this.chat.exclusively(() => this.change(operation, run, message), this.chat.panel.element);
   }
 
@@ -37,9 +49,10 @@ export class ChatChanges {
       await run(changeHeaders(memory.revision));
       showStatus(message);
     } catch (error) {
-      if (kept) await dropUndo(kept).catch(() => {});
-      showStatus(changeError(error), true);
       await this.chat.reload();
+      const isUnchanged = this.chat.memory?.revision === memory.revision;
+      if (kept && isUnchanged) await dropUndo(kept).catch(() => {});
+      showStatus(changeError(error), true);
       return false;
     }
     await this.chat.reload();
@@ -64,6 +77,7 @@ export class ChatChanges {
     const memory = /** @type {Memory} */ (this.chat.memory);
     const question = turn.parts.find(({ role }) => role === "question");
     if (!question) return;
+    if (!canGoBackTo(memory, turn.start)) return showStatus(NO_WAY_BACK, true);
     const count = memory.tokens - turn.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
     if (await this.change("regenerate", rewind, "")) await this.chat.takeTurn(question.text);
@@ -72,15 +86,17 @@ export class ChatChanges {
   /** @param {Turn} turn @param {Part} question */
   async editQuestion(turn, question) {
     const fields = [{ name: "text", label: "Message", kind: "textarea", value: question.text, required: true }];
-    const note = h("p", { class: "hint" }, "The new message is asked in a branch; this conversation stays as it is.");
+    const at = this.chat.turns[0] === turn ? 0 : turn.start;
+    const isHeld = canGoBackTo(/** @type {Memory} */ (this.chat.memory), at);
+    const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : IN_A_NEW_ONE);
     const values = await promptDialog("Ask otherwise", fields, "Send", note);
     if (!values) return;
-    const at = this.chat.turns[0] === turn ? 0 : turn.start;
-    const name = await this.fork(at, String(values.text));
+    const text = String(values.text);
+    const name = isHeld ? await this.fork(at, text) : await this.startAnew(text);
     if (!name) return;
     this.chat.leaveFor(name);
     await this.chat.load();
-    await this.chat.takeTurn(String(values.text));
+    await this.chat.takeTurn(text);
   }
 
   /** @param {number | null} at */
@@ -93,15 +109,33 @@ export class ChatChanges {
    * Forks the conversation; returns the fork's name, or null.
    * @param {number | null} at @param {string} text that it goes on with
    */
-  async fork(at, text) {
+  fork(at, text) {
     const memory = /** @type {Memory} */ (this.chat.memory);
     const title = text ? titleFor(text) : `${titleOf(memory.name)} (branch)`;
-    const body = { name: nameFor(title.slice(0, 40)), ...(at === null ? {} : { at }) };
+    return this.createBeside(title, `${this.chat.path}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
+  }
+
+  /**
+   * Creates an empty conversation with this one's system prompt, policy and budget; returns its name, or null.
+   * @param {string} text that it begins with
+   */
+  startAnew(text) {
+    const { policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
+    this.chat.newSystem = this.chat.turns.find(({ label }) => label === "system")?.parts[0]?.text || "";
+    return this.createBeside(titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {});
+  }
+
+  /**
+   * Creates a conversation with this one's sampling settings; returns its name, or null.
+   * @param {string} title @param {string} path @param {any} body @param {Record<string, string>} headers
+   */
+  async createBeside(title, path, body, headers) {
+    const { name } = /** @type {Memory} */ (this.chat.memory);
     try {
-      const forked = await send("POST", `${this.chat.path}/fork`, body, { headers: changeHeaders(memory.revision) });
-      keep(forked.name, { title, sampling: keptOf(memory.name).sampling, branchOf: memory.name });
+      const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), ...body }, { headers });
+      keep(created.name, { title, sampling: keptOf(name).sampling, branchOf: name });
       conversationsChanged();
-      return /** @type {string} */ (forked.name);
+      return /** @type {string} */ (created.name);
     } catch (error) {
       showStatus(changeError(error), true);
       return null;

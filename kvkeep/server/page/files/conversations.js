@@ -30,7 +30,7 @@ export function conversations(container, edits) {
     const shown = entries.filter(({ name }) => !isUndoName(name) && `${titleOf(name)} ${name}`.toLowerCase().includes(query));
     const named = nested(shown.filter((entry) => entry.named));
     const unnamed = shown.filter((entry) => !entry.named);
-    const focused = document.activeElement?.getAttribute("href");
+    const focused = document.activeElement?.closest("li")?.querySelector("a")?.getAttribute("href");
     fill(list, named.map(([entry, depth]) => item(entry, depth, edits, reload)));
     fill(others, unnamed.map((entry) => item(entry, 0, false, reload)));
     otherPart.hidden = !unnamed.length;
@@ -111,6 +111,10 @@ export function nested(entries) {
   return result;
 }
 
+// Its buttons are hidden until its link has the focus, so a dialog cannot give the focus back to them.
+/** @param {string} name */
+const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).find((link) => link.dataset.name === name)?.focus();
+
 /** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => void} reload */
 function item(entry, depth, edits, reload) {
   const { name } = entry;
@@ -118,8 +122,9 @@ function item(entry, depth, edits, reload) {
   const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, titleOf(name), state);
   const rename = async () => {
     const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: titleOf(name), required: true }], "Rename");
+    focusItem(name);
     if (!values) return;
-    keep(name, { title: String(values.title) });
+    keep(name, { title: String(values.title).trim() || undefined });
     conversationsChanged();
   };
   const remove = async () => {
@@ -134,13 +139,32 @@ function item(entry, depth, edits, reload) {
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
 }
 
+// Deletes a session; while it is busy, tries again for three seconds.
+/** @param {string} name */
+async function deleteIdle(name) {
+  for (let tries = 1; ; tries += 1) {
+    try {
+      return await send("DELETE", `/v1/sessions/${name}`);
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status !== 409 || tries === 15) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 200));
+    }
+  }
+}
+
 /** @param {string} name */
 async function deleteConversation(name) {
   try {
-    for (const undo of await undoNamesOf(name)) await send("DELETE", `/v1/sessions/${undo}`);
-    await send("DELETE", `/v1/sessions/${name}`);
+    const undoNames = await undoNamesOf(name);
+    document.dispatchEvent(new CustomEvent("deleting", { detail: name })); // stops this page's own answer
+    await deleteIdle(name);
+    for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);
     drop(name);
-    if (location.hash === `#/chat/${name}`) location.hash = "#/";
+    if (location.hash === `#/chat/${name}`) {
+      const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
+      location.hash = "#/";
+      await left; // another view begins without a message
+    }
     showStatus("Conversation deleted.");
   } catch (error) {
     showStatus(/** @type {Error} */ (error).message, true);

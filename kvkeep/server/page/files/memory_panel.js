@@ -3,15 +3,15 @@
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, number, promptDialog, showStatus } from "./dom.js";
 import { answerText, compressText, forgetText, heldText, pinText, replaceText } from "./memory_text.js";
-import { reuseText } from "./misses.js";
+import { missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { sharesOf } from "./turns.js";
+import { canGoBackTo, countOf, rangesOf } from "./turns.js";
 
 /** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
  * @typedef {object} Actions  What the panel asks of the chat.
- * @property {(operation: string, path: string, body: any, message: string) => void} change
+ * @property {(operation: string, path: string, bodies: any[], message: string) => void} change  bodies: of one request each
  * @property {(at: number) => void} branch
  */
 
@@ -56,17 +56,19 @@ export function memoryPanel(actions) {
 function budgetElements(memory) {
   const most = memory.max_kv_size;
   const full = most ? `${number(memory.cells)} of ${number(most)} cells` : `${number(memory.cells)} cells`;
+  const lost = countOf(memory, "forgotten");
+  const tokens = `${lost ? `${number(memory.tokens - lost)} of ` : ""}${number(memory.tokens)} tokens`;
   const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of them shared with branches` : "";
   return [
     most ? h("meter", { min: "0", max: String(most), value: String(memory.cells), "aria-label": "Cells in use" }) : null,
-    h("p", {}, `${full} hold ${number(memory.tokens)} tokens: ${bytes(memory.bytes)}${shared}.`),
+    h("p", {}, `${full} hold ${tokens}: ${bytes(memory.bytes)}${shared}.`),
     legend(memory),
   ];
 }
 
 // Whether a session holds prompts of requests. In a conversation of turns, each reuses all before it.
 /** @param {Memory} memory */
-const isPrompt = (memory) => Boolean(memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^turn \d+$/.test(label));
+const isPrompt = (memory) => Boolean(memory.tokens && memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^turn \d+$/.test(label));
 
 /** @param {Memory} memory @param {any} lastAnswer */
 function answerSentence(memory, lastAnswer) {
@@ -80,11 +82,12 @@ function answerSentence(memory, lastAnswer) {
 function whyButton(memory, container) {
   const show = async () => {
     const { data } = await get("/v1/prefix/misses");
-    const miss = data.find((/** @type {any} */ entry) => entry.session === memory.name);
-    const link = miss ? h("a", { href: `#/missed/${miss.number}` }, "The two texts where it began to differ") : "Nothing of it was missed recently.";
-    container.append(h("p", {}, link));
+    const miss = missOf(data, memory);
+    button.remove();
+    container.append(...(miss ? missElements(miss) : [h("p", {}, "The rest was new, or the prompt is no longer among the last that are listed.")]).filter(Boolean));
   };
-  return h("button", { class: "small", onclick: show }, "Why not more?");
+  const button = h("button", { class: "small", onclick: show }, "Why not more?");
+  return button;
 }
 
 /** @param {Memory} memory @param {Turn} turn @param {Actions | null} actions */
@@ -92,21 +95,33 @@ function turnElements(memory, turn, actions) {
   const heading = [h("h3", {}, turn.label), h("p", {}, heldText(memory, turn))];
   if (!actions) return heading;
   const { start, end } = turn;
-  const isPinned = sharesOf(memory, start, end).some(({ standing }) => standing === "pinned");
-  const pin = () => actions.change("pin", "pin", { start, end }, `${turn.label} is pinned.`);
-  const unpin = () => actions.change("unpin", "unpin", { start, end }, `${turn.label} is no longer pinned.`);
-  const forget = () => actions.change("forget", "edit", { op: "delete", start, end }, `${turn.label} is forgotten.`);
+  const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
+  const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
+  const isPinned = rangesOf(memory, start, end, (standing) => standing === "pinned").length > 0;
+  const pin = () => actions.change("pin", "pin", held, `${turn.label} is pinned.`);
+  const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${turn.label} is no longer pinned.`);
+  const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
+  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${turn.label} is forgotten.`);
   return [
     heading,
-    isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), pin),
+    isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), held.length ? pin : null),
     action("Forget", forgetText(memory, turn, bytes), forget),
-    turn.parts.map((part) => action(`Replace ${part.role}`, replaceText(memory, part.end), () => replace(part, actions))),
-    action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)),
+    turn.parts.map((part) => replaceAction(memory, part, actions)),
+    canGoBackTo(memory, end)
+      ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end))
+      : action("Branch from here", "Not possible: part of the text just before this place, or after it, is not held any more.", null),
   ];
 }
 
-/** @param {string} label @param {string} cost @param {() => void} run */
-const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), h("p", {}, cost));
+/** @param {string} label @param {string} cost @param {(() => void) | null} run null if it cannot be done */
+const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run, disabled: !run }, label), h("p", {}, cost));
+
+/** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
+function replaceAction(memory, part, actions) {
+  const isHeld = !rangesOf(memory, part.start, part.end, (standing) => standing === "forgotten").length;
+  const text = isHeld ? replaceText(memory, part.end) : "Not possible: part of it is forgotten.";
+  return action(`Replace ${part.role}`, text, isHeld ? () => replace(part, actions) : null);
+}
 
 /** @param {import("./turns.js").Part} part @param {Actions} actions */
 async function replace(part, actions) {
@@ -117,7 +132,7 @@ async function replace(part, actions) {
   const values = await promptDialog(`Replace ${part.role}`, fields, "Replace");
   if (!values || values.text === part.text) return;
   const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  actions.change("replace", "edit", body, "Replaced in memory.");
+  actions.change("replace", "edit", [body], "Replaced in memory.");
 }
 
 /** @param {() => Memory} memory @param {Actions} actions */
@@ -135,7 +150,7 @@ function compressControl(memory, actions) {
   slider.addEventListener("input", update);
   const run = () => {
     showStatus("Compressing...");
-    actions.change("compress", "compress", { ratio: Number(slider.value) }, "Compressed.");
+    actions.change("compress", "compress", [{ ratio: Number(slider.value) }], "Compressed.");
   };
   const elements = [heading, h("label", { for: "ratio" }, "Ratio"), slider, cost, h("button", { onclick: run }, "Compress")];
   return { elements, update };

@@ -38,6 +38,7 @@ export function pinText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
   const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
   const cells = cellsOf(shares);
+  if (!cells) return "Not possible: nothing of it is in memory any more.";
   const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
   const note = lost ? ` ${counted(lost, "token")} are forgotten already and cannot be pinned.` : "";
   return `Takes nothing now. ${counted(cells, "cell")}${budget} are then never evicted.${note}`;

@@ -3,6 +3,7 @@
 import { fill, h } from "./dom.js";
 import { copyButton, markdown } from "./markdown.js";
 import { splitAnswer, toolName } from "./message_parts.js";
+import { sharesOf, standingText } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -12,14 +13,24 @@ const DRAW_EVERY = 80; // milliseconds, while an answer is generated
 
 /**
  * Creates a turn. buttons: of one of its parts.
- * @param {Turn} turn @param {(part: Part) => HTMLElement[]} buttons
+ * @param {Turn} turn @param {(part: Part) => (HTMLElement | null)[]} buttons
  */
 export function turnElement(turn, buttons) {
   const parts = turn.parts.map((part) => partElement(part, buttons(part)));
   return h("section", { class: "turn", "data-turn": turn.label, "aria-label": turn.label }, parts);
 }
 
-/** @param {Part} part @param {HTMLElement[]} buttons */
+/**
+ * Creates the note that a message is pinned, compressed or forgotten, in part or whole; null if it is not.
+ * @param {import("./turns.js").Memory} memory @param {Part} part
+ */
+export function standingNote(memory, { start, end }) {
+  const text = standingText(sharesOf(memory, start, end));
+  const standing = ["forgotten", "compressed", "pinned"].find((name) => text.endsWith(name));
+  return standing ? h("span", { class: "standing" }, h("span", { class: `swatch ${standing}` }), ` ${text}`) : null;
+}
+
+/** @param {Part} part @param {(HTMLElement | null)[]} buttons */
 function partElement({ role, text }, buttons) {
   const bar = h("div", { class: "message-bar" }, copyButton(() => text), buttons);
   return h("article", { class: `message ${role}`, "aria-label": ROLE_NAMES[role] }, contentOf(role, text), bar);

@@ -103,6 +103,22 @@ export function reuseText({ prompt_tokens, reused, moved, reread }) {
   return moved === undefined ? text : `${text}, ${number(moved)} of them moved in place, ${number(reread)} others read again`;
 }
 
+/**
+ * Returns the entry of a session's last prompt among the recent misses, which name the session that is nearest.
+ * @param {any[]} data @param {any} memory
+ */
+export const missOf = (data, { name, parent, last_prompt: prompt }) =>
+  data.find((miss) => [name, parent, null].includes(miss.session) && miss.prompt_tokens === prompt.prompt_tokens && miss.reused === prompt.reused);
+
+/**
+ * Creates what says why a prompt was not reused further: a sentence, and the two texts.
+ * @param {any} miss
+ */
+export const missElements = (miss) => [
+  h("p", {}, REASONS[miss.reason] || miss.reason, " ", h("a", { href: `#/missed/${miss.number}` }, `Prompt ${miss.number}`)),
+  miss.prompt_text === undefined ? null : differingTexts(miss),
+];
+
 function differingTexts(miss) {
   return h(
     "div",

@@ -154,6 +154,34 @@ export const countOf = (memory, standing) =>
   memory.runs.filter((run) => run.standing === standing).reduce((sum, run) => sum + run.count, 0);
 
 /**
+ * Returns the ranges of `start ... end - 1` whose tokens have a wanted standing.
+ * @param {Memory} memory @param {number} start @param {number} end @param {(standing: string) => boolean} wanted
+ */
+export function rangesOf(memory, start, end, wanted) {
+  /** @type {{start: number, end: number}[]} */
+  const ranges = [];
+  for (const run of memory.runs) {
+    const [from, to] = [Math.max(start, run.start), Math.min(end, run.start + run.count)];
+    const last = ranges.at(-1);
+    if (to <= from || !wanted(run.standing)) continue;
+    if (last?.end === from) last.end = to;
+    else ranges.push({ start: from, end: to });
+  }
+  return ranges;
+}
+
+const WITHOUT_OWN_CELL = ["forgotten", "compressed", "grouped"];
+
+/**
+ * Whether the session can be forked or rewound to its first `at` tokens: all after them are held, and the last of them.
+ * @param {Memory} memory @param {number} at
+ */
+export function canGoBackTo(memory, at) {
+  const [gap] = rangesOf(memory, 0, memory.tokens, (standing) => WITHOUT_OWN_CELL.includes(standing)).slice(-1);
+  return !gap || at > gap.end || at === memory.tokens;
+}
+
+/**
  * Returns a turn's standing in words, such as "pinned", or "partly forgotten" if its tokens differ.
  * @param {Share[]} shares
  */
