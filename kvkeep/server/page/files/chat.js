@@ -370,8 +370,8 @@ export class ChatView {
     if (turn.isEmpty) onNothing();
     this.running = null;
     if (this.signal.aborted) return;
-    if (failure) showStatus(changeError(failure), true);
     await this.settle();
+    if (failure) showStatus(changeError(failure), true);
     conversationsChanged();
   }
 
