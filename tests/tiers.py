@@ -167,6 +167,7 @@ EXTENDED = (
 
 # Patterns of fnmatch, without brackets, which it has a meaning for.
 FIRST = (
+    "bench/test_soak4m.py::test_a_killed_run_goes_on_as_one_that_was_not",
     "cli/test_doctor.py::test_the_text_output",
     "cli/test_grid.py::test_every_task_is_measured_shown_and_drawn",
     "cli/test_remote.py::test_a_named_chat_resumes",

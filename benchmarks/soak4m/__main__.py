@@ -1,0 +1,111 @@
+"""Millions of tokens of real text through bounded sessions that are killed and restored.
+
+    python -m benchmarks.soak4m --folder /var/tmp/soak4m --out soak4m.json --plot soak4m.png
+
+Each run is one session. It scores text in windows of 20,000 tokens. After 200,000 tokens it is
+saved and its process ends by SIGKILL; a new process restores it and goes on, and its logits are
+compared, to the bit, with those of the process that was killed. Every tenth window is evaluated
+by a new session, too. The default length goes beyond position 2^22.
+
+The folder holds the text, snapshots and results. The same command goes on with what is there,
+whenever it was stopped.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.machine import describe_machine
+from benchmarks.soak4m.plot import draw_runs
+from benchmarks.soak4m.report import run_report, table
+from benchmarks.soak4m.runs import Plan, Run, all_runs
+from benchmarks.soak4m.state import State
+from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.evaluate.plots import check_plottable
+from kvkeep.storage.files.atomic import write_atomic, write_json
+
+TOKENS = 4_200_000  # more than 2**22
+MAX_DEATHS = 3  # in a row, without a window in between
+
+
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="State of the runs.")
+@click.option("--tokens", default=TOKENS, type=click.IntRange(40), help="Tokens of each run.")
+@click.option("--only", "names", multiple=True, metavar="RUN", help="Do only this run.")
+@click.option("--window", default=Plan.window, type=click.IntRange(10), help="Tokens per window.")
+@click.option("--step", default=Plan.step, type=click.IntRange(1), help="Tokens evaluated at once.")
+@click.option(
+    "--kill-every", default=Plan.kill_every, type=click.IntRange(10), help="Tokens per process."
+)
+@model_option
+@click.option(
+    "--plot", metavar="FILE.png", type=click.Path(path_type=Path), help="Plot complete runs."
+)
+@out_option
+def soak4m(
+    folder: Path,
+    tokens: int,
+    names: tuple[str, ...],
+    window: int,
+    step: int,
+    kill_every: int,
+    name: str,
+    plot: Path | None,
+    out: Path | None,
+) -> None:
+    """Evaluate millions of tokens in bounded sessions; go on with what FOLDER holds."""
+    check_outputs(out, plot)
+    if plot is not None:
+        check_plottable(plot)
+    if kill_every % window:
+        raise InvalidArgument(f"--kill-every must be a multiple of {window}; found {kill_every}")
+    plan = Plan(window, step, reference_from=window // 5, kill_every=kill_every)
+    runs = all_runs(name, tokens, plan)
+    if unknown := set(names) - set(runs):
+        raise InvalidArgument(f"--only must be one of {', '.join(runs)}; found {unknown.pop()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for run in [runs[name] for name in names] or runs.values():
+        _complete(run, folder, {"model": name, "tokens": tokens, "plan": asdict(plan)})
+        reports = complete_reports(runs, folder)
+        write_json(out, {"machine": asdict(describe_machine()), "runs": reports})
+        if plot is not None:
+            write_atomic(plot, draw_runs(reports, plot.suffix))
+    click.echo(table(complete_reports(runs, folder)))
+
+
+def complete_reports(runs: dict[str, Run], folder: Path) -> dict[str, dict[str, object]]:
+    """Return the reports of the runs that were seen to their end, by name."""
+    states = {name: State.load(folder / f"{name}.json", run) for name, run in runs.items()}
+    return {
+        name: run_report(state, runs[name], folder)
+        for name, state in states.items()
+        if state.is_complete
+    }
+
+
+def _complete(run: Run, folder: Path, arguments: dict[str, object]) -> None:
+    """Start one process after another until a run is complete."""
+    path, deaths = folder / f"{run.name}.json", 0
+    while not (state := State.load(path, run)).is_complete:
+        document = json.dumps({"folder": str(folder), "run": run.name, **arguments})
+        command = [sys.executable, "-m", "benchmarks.soak4m.worker", document]
+        # Threads that wait for others would count as computing, on a machine with other work.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        status = subprocess.run(command, check=False, env=environment).returncode
+        has_moved = State.load(path, run).tokens > state.tokens
+        deaths = 0 if has_moved else deaths + 1
+        if status not in (0, -signal.SIGKILL) or deaths == MAX_DEATHS:
+            raise KvkeepError(
+                f"{run.name} ended with status {status} after {state.tokens:,} tokens"
+            )
+
+
+if __name__ == "__main__":
+    soak4m()
