@@ -83,7 +83,7 @@ class CellBasis:
 
     @cached_property
     def matrices(self) -> Mapping[str, Sequence[tuple[Tensor, Tensor]]]:
-        """`encode` and `decode` of each group's keys and values, in the dtype of products.
+        """`encode`, transposed, and `decode` of each group, in the dtype of products.
 
         bfloat16 where the processor multiplies it fast, for cells that have no more bits: what that
         rounds is small against a step.
@@ -92,7 +92,7 @@ class CellBasis:
         dtype = torch.bfloat16 if is_fast else torch.float32
         groups = {"keys": self.keys, "values": self.values}
         return {
-            name: [(group.encode.to(dtype), group.decode.to(dtype)) for group in members]
+            name: [(g.encode.T.to(dtype).contiguous(), g.decode.to(dtype)) for g in members]
             for name, members in groups.items()
         }
 

@@ -4,18 +4,20 @@ Each block is decoded by itself. Cells that differ much from all that the basis 
 attention sinks do, are stored beside the blocks as they are.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.checks import require
-from kvkeep.storage.lossy.basis import CellBasis, GroupBasis
+from kvkeep.storage.lossy.basis import CellBasis
 from kvkeep.storage.lossy.packing import MAX_MAGNITUDE, pack, unpack
 
 BLOCK_CELLS = 256
+# Cells that are multiplied at once; then all threads pack their blocks. Packing blocks while others
+# are multiplied takes longer: torch's threads wait for one whose core another thread uses.
+_TILE_CELLS = 4 * BLOCK_CELLS
 _SINK_POSITIONS = 4  # keys at positions 0 to 3 are stored exactly
 _OUTLIER_ENERGY = 16  # times the median: cells of a larger sum of squares are stored exactly
 # Added before a coefficient is rounded towards 0. Less than one half: most coefficients are small,
@@ -36,6 +38,44 @@ class CodedCells:
     exact: Tensor
 
 
+@dataclass(frozen=True)
+class _Rotation:
+    """Rotations to positions, as RoPE in the half layout.
+
+    cosine, sine: `[layers, 1, n, head_dim / 2]` float32; of one layer if all rotate alike.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+    @classmethod
+    def to(cls, positions: Tensor, frequencies: Tensor) -> "_Rotation":
+        """frequencies: `[layers, head_dim / 2]`."""
+        if bool((frequencies == frequencies[:1]).all()):
+            frequencies = frequencies[:1]
+        angles = positions.double()[:, None] * frequencies[:, None, None]
+        return cls(angles.cos().float(), angles.sin().float())
+
+    def of_layers(self, layers: slice) -> "_Rotation":
+        if len(self.cosine) == 1:
+            return self
+        return _Rotation(self.cosine[layers], self.sine[layers])
+
+    def turn(self, vectors: Tensor) -> Tensor:
+        """Rotate `[layers, kv_heads, n, head_dim]`."""
+        first, second = vectors.chunk(2, -1)
+        turned = torch.empty_like(vectors)
+        half = first.shape[-1]
+        torch.mul(first, self.cosine, out=turned[..., :half]).addcmul_(second, self.sine, value=-1)
+        torch.mul(second, self.cosine, out=turned[..., half:]).addcmul_(first, self.sine)
+        return turned
+
+
+def rotate(vectors: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Rotate `[layers, kv_heads, n, head_dim]` by positions `[n]`, as RoPE in the half layout."""
+    return _Rotation.to(positions, frequencies).turn(vectors)
+
+
 def encode_cells(
     cells: Tensor, positions: Tensor, basis: CellBasis, step: float, rotated: bool
 ) -> CodedCells:
@@ -43,26 +83,60 @@ def encode_cells(
 
     positions: `[n]`, of the keys. rotated: they are keys, rotated to their positions.
     """
-    exact, groups = list[int](), basis.keys if rotated else basis.values
-    with ThreadPoolExecutor(1) as packer:  # packs a block while the next one is multiplied
-        futures = list[Future[bytes]]()
-        for start in range(0, cells.shape[2], BLOCK_CELLS):
-            block_positions = positions[start : start + BLOCK_CELLS]
-            block = cells[:, :, start : start + BLOCK_CELLS]
-            coefficients = _coefficients(block, block_positions, basis, groups, rotated)
-            is_exact = _stored_exactly(coefficients, block_positions)
-            coefficients[is_exact] = 0
+    exact, frames = list[int](), list[bytes]()
+    with ThreadPoolExecutor(torch.get_num_threads()) as packers:
+        for start in range(0, len(positions), _TILE_CELLS):
+            tile = slice(start, start + _TILE_CELLS)
+            parts = cells[:, :, tile], positions[tile]
+            integers, is_exact = _quantised(*parts, basis, step, rotated)
             exact += (start + is_exact.nonzero().flatten()).tolist()
-            integers = _quantise(coefficients, step).T.contiguous().numpy()
-            futures.append(packer.submit(pack, integers))
-        frames = [future.result() for future in futures]
+            frames += packers.map(pack, (block.numpy() for block in _blocks(integers)))
     indices = torch.tensor(exact, dtype=torch.int32, device="cpu")
     return CodedCells(tuple(frames), indices, cells[:, :, indices.long()].contiguous())
 
 
-def _stored_exactly(coefficients: Tensor, positions: Tensor) -> Tensor:
-    """Return which cells of a block are stored as they are, `[n]` bool."""
-    energies = coefficients.square().sum(1)
+def _quantised(
+    cells: Tensor, positions: Tensor, basis: CellBasis, step: float, rotated: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a tile's multiples of a step, and which cells are to be stored as they are.
+
+    Returns `[components, n]` int16, 0 for those cells, and `[n]` bool.
+    """
+    groups, count = basis.keys if rotated else basis.values, len(positions)
+    rotation = _Rotation.to(-positions, basis.frequencies) if rotated else None
+    energies = torch.zeros(count, dtype=torch.float32, device="cpu")
+    components = sum(group.components for group in groups)
+    integers = torch.empty(components, count, dtype=torch.int16, device="cpu")
+    matrices, first = basis.matrices["keys" if rotated else "values"], 0
+    for layers, group, (encode, _) in zip(basis.layer_groups(), groups, matrices, strict=True):
+        vectors = cells[layers].float()
+        if rotation is not None:
+            vectors = rotation.of_layers(layers).turn(vectors)
+        vectors = vectors - group.mean.view(*vectors.shape[:2], 1, -1)  # not in place: may be cells
+        rows = torch.empty(count, encode.shape[1], dtype=encode.dtype, device="cpu")
+        turned = vectors.permute(2, 0, 1, 3)
+        rows.view(turned.shape).copy_(turned)
+        # Transposed, since integers are packed component by component.
+        multiples = (encode @ rows.T).float()
+        multiples *= 1 / step
+        energies += multiples.square().sum(0)
+        multiples.add_(multiples.sign(), alpha=_ROUNDING)
+        multiples.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
+        integers[first : first + group.components] = multiples  # rounds towards 0
+        first += group.components
+    is_exact = _stored_exactly(energies, positions)
+    integers[:, is_exact] = 0
+    return integers, is_exact
+
+
+def _blocks(integers: Tensor) -> list[Tensor]:
+    """Return the blocks of a tile's integers `[components, n]`."""
+    starts = range(0, integers.shape[1], BLOCK_CELLS)
+    return [integers[:, start : start + BLOCK_CELLS] for start in starts]
+
+
+def _stored_exactly(energies: Tensor, positions: Tensor) -> Tensor:
+    """Return which cells of a tile are stored as they are, `[n]` bool."""
     is_exact = energies > _OUTLIER_ENERGY * energies.median()
     is_exact |= (positions >= 0) & (positions < _SINK_POSITIONS)
     is_exact |= ~energies.isfinite()
@@ -74,7 +148,7 @@ def decode_cells(
 ) -> Tensor:
     """Return keys or values `[layers, kv_heads, n, head_dim]`. Raises ValueError for other data.
 
-    positions: `[n]`, of the keys. Memory beside the result is that of a block.
+    positions: `[n]`, of the keys. Memory beside the result is that of a tile.
     """
     layout, count = basis.layout, len(positions)
     groups = basis.keys if rotated else basis.values
@@ -82,11 +156,13 @@ def decode_cells(
     require(len(coded.frames) == -(-count // BLOCK_CELLS), f"{len(coded.frames)} blocks of cells")
     shape = layout.layers, layout.kv_heads, count, layout.head_dim
     cells = torch.empty(shape, dtype=layout.dtype, device="cpu")
-    for index, frame in enumerate(coded.frames):
-        block = slice(index * BLOCK_CELLS, min((index + 1) * BLOCK_CELLS, count))
-        integers = unpack(frame, components, block.stop - block.start)
-        multiples = torch.from_numpy(integers).T
-        _decode_block(cells[:, :, block], multiples, positions[block], basis, step, rotated)
+    for start in range(0, count, _TILE_CELLS):
+        tile = slice(start, min(start + _TILE_CELLS, count))
+        integers = torch.empty(components, tile.stop - start, dtype=torch.int16, device="cpu")
+        first = start // BLOCK_CELLS
+        for frame, block in zip(coded.frames[first:], _blocks(integers), strict=False):
+            block.copy_(torch.from_numpy(unpack(frame, components, block.shape[1])))
+        _decode_tile(cells[:, :, tile], integers, positions[tile], basis, step, rotated)
     exact = coded.exact_cells.long()
     if len(exact):
         in_order = bool((exact.diff() > 0).all()) and 0 <= int(exact[0]) <= int(exact[-1]) < count
@@ -95,65 +171,34 @@ def decode_cells(
     return cells
 
 
-def _coefficients(
-    cells: Tensor,
-    positions: Tensor,
-    basis: CellBasis,
-    groups: Sequence[GroupBasis],
-    rotated: bool,
-) -> Tensor:
-    """Return the coefficients of a block of cells, `[n, components]` float32."""
-    parts = list[Tensor]()
-    matrices = basis.matrices["keys" if rotated else "values"]
-    for layers, group, (encode, _) in zip(basis.layer_groups(), groups, matrices, strict=True):
-        vectors = cells[layers].float()
-        if rotated:
-            vectors = rotate(vectors, basis.frequencies[layers], -positions)
-        rows = vectors.permute(2, 0, 1, 3).reshape(len(positions), -1)
-        parts.append(((rows - group.mean).to(encode.dtype) @ encode).float())
-    return torch.cat(parts, 1)
-
-
-def _decode_block(
+def _decode_tile(
     out: Tensor,
-    multiples: Tensor,
+    integers: Tensor,
     positions: Tensor,
     basis: CellBasis,
     step: float,
     rotated: bool,
 ) -> None:
-    """Write the cells of multiples `[n, components]` to `[layers, kv_heads, n, head_dim]`."""
+    """Write the cells of integers `[components, n]` to `[layers, kv_heads, n, head_dim]`."""
     first, count = 0, len(positions)
     groups = basis.keys if rotated else basis.values
+    rotation = _Rotation.to(positions, basis.frequencies) if rotated else None
     matrices = basis.matrices["keys" if rotated else "values"]
     for layers, group, (_, decode) in zip(basis.layer_groups(), groups, matrices, strict=True):
-        part = multiples[:, first : first + group.components]
+        part = integers[first : first + group.components]
         first += group.components
         used = _used_components(part)
-        rows = (part[:, :used].to(decode.dtype) @ decode[:used]).float()
-        rows = torch.add(group.mean, rows, alpha=step)
+        rows = part[:used].to(decode.dtype).T @ decode[:used]
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
-        if rotated:
-            vectors = rotate(vectors, basis.frequencies[layers], positions)
+        means = group.mean.view(num_layers, heads, 1, head_dim)
+        vectors = torch.add(means, vectors, alpha=step)
+        if rotation is not None:
+            vectors = rotation.of_layers(layers).turn(vectors)
         out[layers] = vectors
 
 
-def _used_components(multiples: Tensor) -> int:
+def _used_components(integers: Tensor) -> int:
     """Return how many of the first components have all numbers that are not 0."""
-    used = multiples.any(0).nonzero()
+    used = integers.any(1).nonzero()
     return int(used[-1]) + 1 if len(used) else 0
-
-
-def _quantise(coefficients: Tensor, step: float) -> Tensor:
-    """Return the multiples of a step, int16."""
-    magnitudes = (coefficients.abs() / step + _ROUNDING).floor_().clamp_(max=MAX_MAGNITUDE)
-    return torch.copysign(magnitudes, coefficients).to(torch.int16)
-
-
-def rotate(vectors: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:
-    """Rotate `[layers, kv_heads, n, head_dim]` by positions `[n]`, as RoPE in the half layout."""
-    angles = positions.double()[:, None] * frequencies[:, None, None]  # [layers, 1, n, pairs]
-    cosine, sine = angles.cos().float(), angles.sin().float()
-    first, second = vectors.chunk(2, -1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

@@ -25,7 +25,7 @@ _BASE, _OFFSET = {_TERNARY: 3, _QUATERNARY: 16}, {_TERNARY: 1, _QUATERNARY: 8}
 
 def pack(integers: Integers) -> bytes:
     """Return a zstd frame of `[components, n]` integers."""
-    magnitudes = np.abs(integers).max(1, initial=0)
+    magnitudes = np.maximum(integers.max(1, initial=0), -integers.min(1, initial=0))
     widths = np.searchsorted(_MAGNITUDES, magnitudes).astype(np.uint8)
     parts: list[npt.NDArray[np.generic]] = [widths]
     for width in (_TERNARY, _QUATERNARY):
@@ -93,12 +93,18 @@ def _numbers(part: Bytes, width: int, components: int, count: int) -> npt.NDArra
 def _join(rows: Integers, width: int) -> Bytes:
     """Join numbers of each row to bytes: the first is the lowest digit."""
     per_byte, base, offset = _PER_BYTE[width], _BASE[width], _OFFSET[width]
-    digits = (rows + offset).astype(np.uint8)
-    padding = -digits.shape[1] % per_byte
-    digits = np.pad(digits, ((0, 0), (0, padding)), constant_values=offset)
-    joined = np.zeros((len(digits), digits.shape[1] // per_byte), np.uint8)
-    for digit in range(per_byte):
-        joined += digits[:, digit::per_byte] * np.uint8(base**digit)
+    columns = -(-rows.shape[1] // per_byte) * per_byte
+    digits = np.full((len(rows), columns), offset, np.uint8)
+    digits[:, : rows.shape[1]] = rows.astype(np.uint8)
+    digits[:, : rows.shape[1]] += np.uint8(offset)  # modulo 256
+    if width == _QUATERNARY:
+        pairs = digits.view("<u2")  # much faster than digits at a distance of two
+        in_one_byte: Bytes = (pairs | pairs >> 4).astype(np.uint8)
+        return in_one_byte
+    joined = digits[:, per_byte - 1 :: per_byte].copy()
+    for digit in reversed(range(per_byte - 1)):
+        joined *= np.uint8(base)
+        joined += digits[:, digit::per_byte]
     return joined
 
 
