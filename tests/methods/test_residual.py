@@ -13,7 +13,7 @@ from methods.candidates import GROUPS, HEAD_INDICES, HEADS, ROPE, SCALE, random_
 from torch import Tensor
 
 from kvkeep.cache import AttentionConfig, Cells, RaggedCells
-from kvkeep.compression.methods import clusters, residual
+from kvkeep.compression.methods import clusters, residual, residual_fit
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.clusters import Clusters, HeadCells
 from kvkeep.compression.methods.residual import FitContext, residual_cells
@@ -146,7 +146,7 @@ def fitted_head(
     share = (weights * stays).sum(-1, keepdim=True) + residual_weights.sum(-1, keepdim=True)
     inputs, target = residual_weights / share, weights @ values - kept / share
     matrix = inputs.T @ inputs
-    matrix += residual.RIDGE * matrix.diagonal().mean() * torch.eye(len(matrix))
+    matrix += residual_fit.RIDGE * matrix.diagonal().mean() * torch.eye(len(matrix))
     fitted = means + torch.linalg.solve(matrix, inputs.T @ (target - inputs @ means))
     return torch.stack(mean_keys), fitted, torch.tensor(biases).double() + correction.log()
 

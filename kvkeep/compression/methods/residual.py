@@ -14,11 +14,11 @@ from torch import Tensor
 from kvkeep.cache import AttentionConfig, Cells, RaggedCells
 from kvkeep.compression.methods.attention import group_by_kv_head
 from kvkeep.compression.methods.base import Candidates
-from kvkeep.compression.methods.clusters import MIN_SHARE, Clusters, HeadCells, MeanCells
+from kvkeep.compression.methods.clusters import Clusters, HeadCells, MeanCells
+from kvkeep.compression.methods.residual_fit import QueriedCells, fitted_cells
 
 SHARE = 0.1  # of the compressed cells of a KV head
-MAX_WEIGHTS = 2**20  # attention weights computed at a time, so that they stay in the CPU caches
-RIDGE = 1e-2  # penalty of a fitted value's distance from the mean, relative to the mean square
+MAX_WEIGHTS = 2**21  # attention weights computed at a time, so that they stay in the CPU caches
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,38 @@ def residual_cells(
     context: what they are fitted by; the runs then have queries. None for means of clusters.
     """
     unchanged = () if context is None else context.unchanged
+    all_masks = *masks, *(None for _ in unchanged)
     sources = [
-        _RunSource.of(run, mask, context)
-        for run, mask in zip((*runs, *unchanged), (*masks, *(None for _ in unchanged)), strict=True)
+        _RunSource(run.cells.to_compressed_format(), mask)
+        for run, mask in zip((*runs, *unchanged), all_masks, strict=True)
     ]
+    queries = [] if context is None else _rotated_queries((*runs, *unchanged), context)
     (layers, kv_heads), dtype = runs[0].layers_and_heads, runs[0].cells.keys.dtype
     key_scales = _key_scales(runs[0])
     sinks = None
     if context is not None and context.attention.sinks is not None:
         sinks = context.attention.sinks.view(layers * kv_heads, -1)
-    step = max(1, MAX_WEIGHTS // max(1, sum(source.weights_per_head for source in sources)))
+    num_rows = queries[0].shape[1] if queries else 1
+    num_weights = num_rows * sum(source.cells_per_head for source in sources)
+    step = max(1, MAX_WEIGHTS // max(1, num_weights))
     heads_by_run: list[list[MeanCells]] = [[] for _ in runs]
     for start in range(0, layers * kv_heads, step):
         heads = slice(start, start + step)
-        parts = [source.part(heads) for source in sources]
+        cells = [source.head_cells(heads) for source in sources]
         clusters = [
-            Clusters.of(part.cells, count, key_scales[heads])
-            for part, count in zip(parts, counts, strict=False)
+            Clusters.of(run_cells, count, key_scales[heads])
+            for run_cells, count in zip(cells, counts, strict=False)
         ]
         if context is None:
             results = [each.mean_cells(each.cells.bias.exp(), dtype) for each in clusters]
         else:
+            parts = [
+                QueriedCells(run_cells, run_queries[heads])
+                for run_cells, run_queries in zip(cells, queries, strict=True)
+            ]
             head_sinks = None if sinks is None else sinks[heads]
-            results = _fit(parts, clusters, dtype, context.attention.softcap, head_sinks)
+            softcap = context.attention.softcap
+            results = fitted_cells(parts, clusters, dtype, softcap, head_sinks)
         for run_heads, run_results in zip(heads_by_run, results, strict=True):
             run_heads.append(run_results)
     return [
@@ -102,63 +111,41 @@ def _key_scales(run: Candidates) -> Tensor:
     return scales
 
 
-@dataclass(frozen=True)
-class _HeadsPart:
-    """One run's cells in some KV heads, and the queries that attend to them.
+def _rotated_queries(runs: Sequence[Candidates], context: FitContext) -> list[Tensor]:
+    """Return each run's queries, rotated and scaled: `[heads, rows, head_dim]` float32.
 
-    queries: `[heads, rows, head_dim]` float32, rotated and scaled; None if they are not known.
+    Those of layer 0 come first. Runs of one segment share them: they are rotated once.
     """
-
-    cells: HeadCells
-    queries: Tensor | None
-
-    def logits(self, keys: Tensor, bias: Tensor, softcap: float) -> Tensor:
-        """Return the logits of keys with biases, `[heads, rows, n]` float32."""
-        assert self.queries is not None
-        bias = bias.unsqueeze(1)
-        if not softcap:
-            return torch.baddbmm(bias, self.queries, keys.float().mT)
-        return softcap * torch.tanh(self.queries @ keys.float().mT / softcap) + bias
+    rotated_by_time: dict[int, Tensor] = {}
+    result = []
+    for run in runs:
+        assert run.queries is not None, "no queries to fit to"
+        first_time = int(run.queries.times[0])
+        if first_time not in rotated_by_time:
+            vectors = (run.queries.vectors.float() * context.attention.scale).unsqueeze(-2)
+            rotated = run.rope.rotate_layers(vectors, run.rope.rotation_at(run.queries.times))
+            grouped = group_by_kv_head(rotated.squeeze(-2), run.layers_and_heads[1])
+            rotated_by_time[first_time] = grouped.flatten(0, 1)
+        result.append(rotated_by_time[first_time])
+    return result
 
 
 @dataclass(frozen=True)
 class _RunSource:
-    """One run's cells in all layers, and the queries that attend to them.
-
-    cells: compressed. mask: the cells that stay; None for all. queries: as of `_HeadsPart`, of all
-    KV heads, those of layer 0 first.
-    """
+    """One run's compressed cells in all layers. mask: the cells that stay; None for all."""
 
     cells: Cells
     mask: Tensor | None
-    queries: Tensor | None
-
-    @classmethod
-    def of(cls, run: Candidates, mask: Tensor | None, context: FitContext | None) -> "_RunSource":
-        cells = run.cells.to_compressed_format()
-        if context is None:
-            return cls(cells, mask, None)
-        assert run.queries is not None, "no queries to fit to"
-        vectors = run.queries.vectors.float().unsqueeze(-2)
-        rotation = run.rope.rotation_at(run.queries.times)
-        rotated = run.rope.rotate_layers(vectors, rotation).squeeze(-2)
-        grouped = group_by_kv_head(rotated * context.attention.scale, run.layers_and_heads[1])
-        return cls(cells, mask, grouped.flatten(0, 1))
 
     @property
-    def weights_per_head(self) -> int:
-        """How many attention weights one KV head has."""
-        cells = self.cells
-        count = cells.max_count if isinstance(cells, RaggedCells) else len(cells)
-        return count if self.queries is None else count * self.queries.shape[1]
+    def cells_per_head(self) -> int:
+        return self.cells.max_count if isinstance(self.cells, RaggedCells) else len(self.cells)
 
-    def part(self, heads: slice) -> _HeadsPart:
-        """Return the cells and queries of some KV heads."""
+    def head_cells(self, heads: slice) -> HeadCells:
+        """Return the cells of some KV heads."""
         if isinstance(self.cells, RaggedCells):
-            cells = _padded_heads(self.cells, self.mask, heads)
-        else:
-            cells = _dense_heads(self.cells, self.mask, heads)
-        return _HeadsPart(cells, None if self.queries is None else self.queries[heads])
+            return _padded_heads(self.cells, self.mask, heads)
+        return _dense_heads(self.cells, self.mask, heads)
 
 
 def _dense_heads(cells: Cells, mask: Tensor | None, heads: slice) -> HeadCells:
@@ -187,101 +174,3 @@ def _padded_heads(cells: RaggedCells, mask: Tensor | None, heads: slice) -> Head
     if mask is not None:
         evicted = device_exists & ~mask.to(device)[device_rows]
     return HeadCells(keys, values, cells.positions[rows], bias, evicted)
-
-
-def _fit(
-    parts: Sequence[_HeadsPart],
-    clusters: Sequence[Clusters],
-    dtype: torch.dtype,
-    softcap: float,
-    sinks: Tensor | None,
-) -> list[MeanCells]:
-    """Return the cells of each part's clusters, fitted to what the queries got from evicted cells.
-
-    parts: all cells that the queries attend to; first those with clusters. sinks: `[heads,
-    groups]`.
-
-    With p a query's attention weights over all cells, E the evicted ones and w the weights that it
-    would give to the residual cells: means are weighted by each cell's mean p; the bias of all is
-    chosen so that the sum of w over queries is that of p over E; and the values v are those that
-    bring (sum of p v over cells that stay + sum of w v) / (1 - p(E) + sum of w) closest to the
-    output over all cells.
-    """
-    weights, log_sums = _attention_weights(parts, softcap, sinks)
-    evicting = parts[: len(clusters)]
-    evicted_weights = [
-        part_weights * part.cells.evicted.unsqueeze(1)
-        for part, part_weights in zip(evicting, weights, strict=False)
-    ]
-    output = _output(parts, weights)
-    kept_output = output - _output(evicting, evicted_weights)
-    evicted_share = torch.stack([each.sum(-1, keepdim=True) for each in evicted_weights]).sum(0)
-    means, residual_weights = [], []
-    for part, cluster, part_weights in zip(evicting, clusters, evicted_weights, strict=True):
-        cells = cluster.mean_cells(part_weights.mean(1), dtype)
-        means.append(cells)
-        logits = part.logits(cells.keys, cells.bias, softcap)
-        residual_weights.append((logits - log_sums).exp())
-    all_weights = torch.cat(residual_weights, -1)
-    totals = (
-        x.sum((1, 2), keepdim=True).clamp(min=MIN_SHARE) for x in (evicted_share, all_weights)
-    )
-    evicted_total, residual_total = totals
-    correction = evicted_total / residual_total
-    all_weights = all_weights * correction
-    share = 1 - evicted_share + all_weights.sum(-1, keepdim=True)
-    mean_values = torch.cat([cells.values for cells in means], 1)
-    all_values = _ridge(all_weights / share, output - kept_output / share, mean_values)
-    all_values_by_part = torch.split(all_values, [cells.keys.shape[1] for cells in means], 1)
-    shift = correction.log().squeeze(-1)
-    return [
-        replace(cells, values=values, bias=cells.bias + shift)
-        for cells, values in zip(means, all_values_by_part, strict=True)
-    ]
-
-
-def _output(parts: Sequence[_HeadsPart], weights: Sequence[Tensor]) -> Tensor:
-    """Return the sum of weighted values, `[heads, rows, head_dim]`."""
-    pairs = zip(parts, weights, strict=True)
-    return torch.stack([part_weights @ part.cells.values for part, part_weights in pairs]).sum(0)
-
-
-def _attention_weights(
-    parts: Sequence[_HeadsPart], softcap: float, sinks: Tensor | None
-) -> tuple[Sequence[Tensor], Tensor]:
-    """Return attention weights, `[heads, rows, n]` of each part's cells.
-
-    Also the log-sums, `[heads, rows, 1]`.
-    """
-    logits = [part.logits(part.cells.keys, part.cells.bias, softcap) for part in parts]
-    counts = [part_logits.shape[-1] for part_logits in logits]
-    if sinks is not None:
-        heads, rows, _ = logits[0].shape
-        column = sinks.float().repeat_interleave(rows // sinks.shape[1], 1)
-        logits.append(column.view(heads, rows, 1))
-    all_logits = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
-    largest = all_logits.amax(-1, keepdim=True)
-    weights = all_logits.softmax(-1)
-    log_sums = largest - weights.amax(-1, keepdim=True).log()
-    return torch.split(weights[..., : sum(counts)], counts, -1), log_sums
-
-
-def _ridge(weights: Tensor, target: Tensor, means: Tensor) -> Tensor:
-    """Return values v for which `weights @ v` is near the target, and v near the means; float32.
-
-    weights: `[heads, rows, count]`. target: `[heads, rows, head_dim]`. A cluster without
-    cells has weights of 0.
-    """
-    if not means.shape[1]:
-        return means
-    difference = target - weights @ means
-    matrices, right_sides = (weights.mT @ weights).double(), (weights.mT @ difference).double()
-    diagonals = matrices.diagonal(dim1=-2, dim2=-1)
-    num_used = (diagonals > 0).sum(-1).clamp(min=1)
-    diagonals += RIDGE * (diagonals.sum(-1) / num_used).clamp(min=MIN_SHARE).unsqueeze(-1)
-    # One matrix at a time: torch solves several with more threads than it is allowed.
-    solved = [
-        torch.linalg.solve(matrix, right_side)
-        for matrix, right_side in zip(matrices, right_sides, strict=True)
-    ]
-    return means + torch.stack(solved).float()
