@@ -1,4 +1,4 @@
-"""Fuzz tests of prefix blocks and calibrations: damaged bytes, and wrong content with checksums."""
+"""Fuzz tests of prefix blocks, calibrations and bases: damaged bytes, and wrong content."""
 
 import itertools
 from pathlib import Path
@@ -9,16 +9,24 @@ import pytest
 from fuzz.fuzzing import fuzz
 from fuzz.mutations import mutate_bytes
 from fuzz.sealed import mutate
+from lossy_basis import random_basis
 from small_models import local_spec, small_model, state_specs
 
-from kvkeep import PrefixStore, calibrate, load_calibration
+from kvkeep import PrefixStore, Snapshot, calibrate, load_calibration
+from kvkeep.errors import StoreError
+from kvkeep.storage.lossy.basis import add_basis, forget_cached
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 
 
-def test_a_damaged_prefix_block_is_a_hit_or_a_miss(tmp_path: Path) -> None:
-    store, counter = PrefixStore(tmp_path), itertools.count()
+@pytest.mark.parametrize("codec", ["exact", "small"])
+def test_a_damaged_prefix_block_is_a_hit_or_a_miss(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    add_basis(random_basis(MODEL))
+    store, counter = PrefixStore(tmp_path, codec=codec), itertools.count()
     MODEL.session(512, store=store).feed(TEXT)
     (path,) = tmp_path.glob("*.kvblock")
     original = path.read_bytes()
@@ -33,7 +41,7 @@ def test_a_damaged_prefix_block_is_a_hit_or_a_miss(tmp_path: Path) -> None:
         match = store.find(MODEL.fingerprint, TEXT)
         assert match.token_count in (0, 256)
 
-    fuzz(read, 30)
+    fuzz(read, 30 if codec == "exact" else 33, share=2)
     path.write_bytes(mutate_bytes(original, Random(0)))
     session = MODEL.session(512, store=store)
     assert session.feed(TEXT).reused == 0
@@ -74,3 +82,29 @@ def test_a_damaged_calibration_loads_or_is_refused(tmp_path: Path) -> None:
         load_calibration(path, model)
 
     assert fuzz(read, 31)["CorruptFile"]
+
+
+def test_a_damaged_basis_codes_what_it_decodes_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    path, counter = add_basis(random_basis(MODEL)), itertools.count()
+    original, session = path.read_bytes(), MODEL.session(policy="full")
+    session.feed(TEXT[:40])
+    refusals = list[str]()
+
+    def read(random: Random) -> None:
+        path.write_bytes((mutate if next(counter) % 2 else mutate_bytes)(original, random))
+        forget_cached()
+        try:
+            session.snapshot().save(tmp_path / "a.kvkeep", "small")
+        except StoreError as error:
+            refusals.append(str(error))
+            raise
+        forget_cached()
+        restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+        assert restored.tokens == session.tokens
+
+    outcomes = fuzz(read, 34)
+    assert outcomes["StoreError"] == len(refusals) > outcomes["read"]
+    assert all(str(path) in refusal and "kvkeep calibrate" in refusal for refusal in refusals)

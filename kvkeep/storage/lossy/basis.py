@@ -25,6 +25,7 @@ from kvkeep.models.hub.library import home
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import layout_of
+from kvkeep.storage.snapshots.fingerprint import layout_fields
 from kvkeep.storage.snapshots.header import read_document
 
 LossyCodec = Literal["small", "smaller"]
@@ -139,6 +140,8 @@ def load_basis(path: Path) -> CellBasis:
 def _from_saved(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CellBasis:
     layout, layers, steps = layout_of(document["layout"]), document["layers"], document["steps"]
     require(type(layers) is int and 1 <= layers <= layout.layers, f"groups of {layers!r} layers")
+    fields, fingerprint = layout_fields(layout).items(), document["fingerprint"]
+    require(fields <= fingerprint.items(), "the layout is not that of the model")
     for codec in LOSSY_CODECS:
         step = steps[codec]
         require(isinstance(step, float) and 0 < step < math.inf, f"a step of {step!r}")
@@ -152,7 +155,7 @@ def _from_saved(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> C
             width = (group.stop - group.start) * layout.kv_heads * layout.head_dim
             members.append(_group(f"{name}.{index}", width, tensors))
     return CellBasis(
-        document["fingerprint"],
+        fingerprint,
         document["model"],
         layout,
         layers,
@@ -184,7 +187,7 @@ def add_basis(basis: CellBasis) -> Path:
     path = _folder() / f"{basis.digest}{BASIS_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not _is_intact(path, basis.digest):
+        if not _is_intact(path):
             basis.save(path)
         os.utime(path)
     except OSError as error:
@@ -226,15 +229,12 @@ def find_basis(digest: str) -> CellBasis:
             f"from the folder of bases of the machine that wrote them to {path.parent}"
         )
     try:
-        basis = _load_cached(path)
+        return _load_cached(path)
     except StoreError as error:
         raise StoreError(
             f"{error}. Cells are coded with this basis: replace it by a copy from another machine, "
             "or run `kvkeep calibrate` on the text that it was made from"
         ) from error
-    if basis.digest != digest:
-        raise CorruptFile(f"{path} has the digest {basis.digest}, which differs from its name")
-    return basis
 
 
 def _multiplies_bfloat16() -> bool:
@@ -259,10 +259,10 @@ def _newest_first() -> list[Path]:
     return [path for _, path in sorted(dated, reverse=True)]
 
 
-def _is_intact(path: Path, digest: str) -> bool:
-    """Whether a file is the basis of a digest."""
+def _is_intact(path: Path) -> bool:
+    """Whether a file is the basis that it is named after."""
     try:
-        return load_basis(path).digest == digest
+        return load_basis(path).digest == path.stem
     except StoreError:
         return False
 
@@ -273,4 +273,8 @@ def _folder() -> Path:
 
 @lru_cache(maxsize=2)
 def _load_cached(path: Path) -> CellBasis:
-    return load_basis(path)
+    """Read a basis that has its digest as its name, by which files name it."""
+    basis = load_basis(path)
+    if basis.digest != path.stem:
+        raise CorruptFile(f"{path} has the digest {basis.digest}, which differs from its name")
+    return basis

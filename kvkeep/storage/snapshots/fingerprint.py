@@ -89,8 +89,7 @@ def compute_fingerprint(
         config=_digest(_config_without_rope(spec)),
         rope=_digest(_rope_tables(spec)),
         tokenizer=_vocabulary_digest(tokenizer),
-        dtype=_dtype_name(layout.dtype),
-        layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
+        **layout_fields(layout),
         legacy_tokenizer=_legacy_digest(tokenizer),
     )
 
@@ -119,6 +118,12 @@ def _rope_tables(spec: ModelSpec) -> dict[str, object]:
 def matches_tokenizer(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
     """Whether a saved fingerprint is of a model with this tokenizer."""
     return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _legacy_digest(tokenizer))
+
+
+def layout_fields(layout: Layout) -> dict[str, str]:
+    """Return the fields of a fingerprint that describe the layout of cells."""
+    name = _layout_name(layout.layers, layout.kv_heads, layout.head_dim)
+    return {"dtype": _dtype_name(layout.dtype), "layout": name}
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
