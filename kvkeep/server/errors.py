@@ -28,7 +28,10 @@ _ANTHROPIC_TYPES = {
 
 @dataclass
 class ApiError(Exception):
-    """An error response. error_type: OpenAI's `type`; param: the invalid field; extra: others."""
+    """An error response. error_type: OpenAI's `type`; param: the invalid field; extra: others.
+
+    closes: whether the connection is closed, since it is unclear where the request ends.
+    """
 
     status: int
     message: str
@@ -37,6 +40,7 @@ class ApiError(Exception):
     param: str | None = None
     retry_after: float | None = None  # seconds
     extra: Mapping[str, Any] | None = None
+    closes: bool = False
 
     def openai_body(self) -> dict[str, Any]:
         """Return OpenAI's form of the body. `code` defaults to the status, as in llama.cpp."""
@@ -66,6 +70,8 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
+        if self.closes:
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(path), self.status, headers)
@@ -142,6 +148,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         (403, "The origin of the page is not allowed."),
         (404, "There is nothing with that name."),
         (405, "The method is not allowed."),
+        (408, "The body did not arrive in time."),
         (409, "The session is busy."),
         (412, "The session is at another revision."),
         (413, "The body is too large."),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import time
@@ -17,12 +16,11 @@ from kvkeep.chat.prompt_rules import select_rules
 from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.app import LOCAL_HOSTS, application
+from kvkeep.server.connections import connection_config
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
-# Longer than clients keep idle connections, such as aiohttp for 15 s; as servers do by default.
-IDLE_CONNECTION_SECONDS = 75
 _BACKLOG = 512  # connections that wait to be accepted
 
 
@@ -73,15 +71,8 @@ def run_server(
     )
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"], middleware)
-    config = uvicorn.Config(
-        app,
-        log_level=logging.WARNING,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-        timeout_graceful_shutdown=max(1, round(options["grace"])),
-        lifespan="off",
-    )
+    grace = max(1, round(options["grace"]))
+    config = connection_config(app, timeout_graceful_shutdown=grace)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     web_ui_mode = "chat and edits" if options["allow_edit"] else "read-only; see --allow-edit"
     urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"

@@ -1,5 +1,6 @@
 """Checks on every request before any route: Host, Origin, size, API key; and security headers."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +12,9 @@ from kvkeep.server.errors import ApiError
 from kvkeep.server.service import Service
 
 MAX_BODY_BYTES = 64_000_000  # of a request, after decompression too
+# A body must be there this long after the headers, and one second later for each so many bytes.
+BODY_SECONDS = 30.0
+_MIN_BYTES_PER_SECOND = 1000
 PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
 ANY_ORIGIN = "*"
@@ -50,7 +54,7 @@ class SecurityMiddleware:
         exchange = _Exchange(receive, send, self._status_counts)
         try:
             self._check_host_and_origin(scope, headers)
-            _check_content_length(headers.get("content-length", "0"))
+            _check_length(headers)
             scope["owner"] = self._authenticate(scope, headers)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, exchange.send)
@@ -59,9 +63,9 @@ class SecurityMiddleware:
             # `curl -d` sends JSON as a form, and no route takes forms.
             other_headers = [header for header in scope["headers"] if header[0] != b"content-type"]
             scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
-        await self._app(scope, exchange.receive_limited, exchange.send_unless_too_large)
-        if exchange.must_reject:
-            await too_large_error().response(scope["path"])(scope, receive, exchange.send)
+        await self._app(scope, exchange.receive_limited, exchange.send_unless_rejected)
+        if exchange.rejection is not None:
+            await exchange.rejection.response(scope["path"])(scope, receive, exchange.send)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
@@ -92,7 +96,12 @@ class SecurityMiddleware:
         return owner
 
 
-def _check_content_length(content_length: str) -> None:
+def _check_length(headers: dict[str, str]) -> None:
+    """Raise ApiError for a body that is too large, or that a proxy may see end elsewhere."""
+    content_length = headers.get("content-length", "0")
+    if "content-length" in headers and "transfer-encoding" in headers:
+        message = "use Content-Length or Transfer-Encoding, not both"
+        raise ApiError(400, message, closes=True)
     if not (content_length.isascii() and content_length.isdigit()):
         raise ApiError(400, "Content-Length must be a number")
     if len(content_length) > 12 or int(content_length) > MAX_BODY_BYTES:
@@ -111,24 +120,41 @@ def _without_port(host: str) -> str:
 
 
 class _Exchange:
-    """One request: limits the size of its body; counts its response's status, and adds headers."""
+    """One request: limits the size and the time of its body; counts its response's status.
+
+    Adds headers to the response. rejection: the error for a body beyond the limits, if it can still
+    be sent.
+    """
 
     def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
-        self._receive, self._send, self._received_bytes = receive, send, 0
-        self._status_counts, self._response_started = status_counts, False
-
-    @property
-    def must_reject(self) -> bool:
-        """Whether the body is too large, and status 413 can still be sent."""
-        return self._received_bytes > MAX_BODY_BYTES and not self._response_started
+        self._receive, self._send, self._status_counts = receive, send, status_counts
+        self._received_bytes, self._body_complete, self._response_started = 0, False, False
+        self._start = asyncio.get_running_loop().time()
+        self.rejection: ApiError | None = None
 
     async def receive_limited(self) -> Message:
-        message = await self._receive()
+        if self._body_complete:
+            return await self._receive()
+        seconds = BODY_SECONDS + self._received_bytes / _MIN_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout_at(self._start + seconds):
+                message = await self._receive()
+        except TimeoutError:
+            late = ApiError(408, "the request's body did not arrive in time", closes=True)
+            return self._reject(late)
         self._received_bytes += len(message.get("body", b""))
-        return {"type": "http.disconnect"} if self.must_reject else message
+        self._body_complete = not message.get("more_body", False)
+        if self._received_bytes > MAX_BODY_BYTES:
+            return self._reject(too_large_error())
+        return message
 
-    async def send_unless_too_large(self, message: Message) -> None:
-        if not self.must_reject:  # a response to a part of the body is discarded
+    def _reject(self, error: ApiError) -> Message:
+        if not self._response_started:
+            self.rejection = error
+        return {"type": "http.disconnect"}
+
+    async def send_unless_rejected(self, message: Message) -> None:
+        if self.rejection is None:  # a response to a part of the body is discarded
             self._response_started = True
             await self.send(message)
 

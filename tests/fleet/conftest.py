@@ -16,6 +16,7 @@ from kvkeep.fleet.leases import SessionLeases
 from kvkeep.fleet.replica import shared_session_middleware
 from kvkeep.model import Model
 from kvkeep.server.app import application
+from kvkeep.server.connections import connection_config
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 from kvkeep.storage.objects import ObjectStore
@@ -57,7 +58,7 @@ def replica(
     )
     service = Service(engine, "smollm2", ApiKeys())
     app = application(service, middleware=lambda app: shared_session_middleware(app, leases, name))
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+    config = connection_config(app, port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

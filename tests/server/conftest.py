@@ -14,6 +14,7 @@ import uvicorn
 from kvkeep.engine import Engine, Limits
 from kvkeep.model import Model
 from kvkeep.server.app import application
+from kvkeep.server.connections import connection_config
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 from kvkeep.types import ContextPolicy
@@ -65,7 +66,7 @@ def serving(
     """Serve an engine, and close it. Arguments as of `running_server`."""
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     service.context_policy = context_policy
-    config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
+    config = connection_config(application(service), port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

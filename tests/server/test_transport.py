@@ -19,7 +19,6 @@ from starlette.responses import StreamingResponse
 from kvkeep.engine import Limits
 from kvkeep.model import Model
 from kvkeep.server import sse
-from kvkeep.server.lifecycle import IDLE_CONNECTION_SECONDS
 from kvkeep.server.security import MAX_BODY_BYTES
 from kvkeep.server.sse import KeepaliveResponse
 from tests.server.conftest import RunningServer, running_server
@@ -113,10 +112,6 @@ def test_http_1_0_without_a_host_is_answered(server: RunningServer) -> None:
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.endswith(b'{"status":"ok"}')
-
-
-def test_idle_connections_outlive_those_of_clients() -> None:
-    assert IDLE_CONNECTION_SECONDS == 75
 
 
 async def _sent_messages(response: StreamingResponse) -> list[bytes]:

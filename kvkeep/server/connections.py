@@ -1,0 +1,76 @@
+"""HTTP connections: their parser, their number, and how long a client may take for a request."""
+
+import asyncio
+import logging
+import resource
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Longer than clients keep idle connections, such as aiohttp for 15 s; as servers do by default.
+IDLE_CONNECTION_SECONDS = 75
+HEADER_SECONDS = 30.0  # for a request's line and headers, from the first byte or the connection
+MAX_HEADER_BYTES = 65_536  # of a request's line and headers together
+_MAX_CONNECTIONS = 4096
+
+
+def connection_config(app: Any, **settings: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for connections with limits. settings: of `uvicorn.Config`.
+
+    The parser is h11 also where httptools is installed, which limits no headers. There are no
+    WebSockets.
+    """
+    return uvicorn.Config(
+        app,
+        http=BoundedConnection,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+        lifespan="off",
+        **settings,
+    )
+
+
+def max_connections() -> int:
+    """Return how many connections may be open: half of the files that the process may open.
+
+    The rest is for sessions, which could not be saved otherwise.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // 2)
+
+
+class BoundedConnection(H11Protocol):
+    """A connection that is closed if there are too many, or if headers do not arrive in time."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            transport.abort()
+            return
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
