@@ -6,8 +6,10 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvkeep import validation
@@ -27,6 +29,7 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.engine.thread import EngineThread, flatten_future
+from kvkeep.errors import Cancelled
 from kvkeep.model import Model
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
@@ -171,7 +174,7 @@ class Engine(AbstractContextManager["Engine"]):
             with self._registry.reserving(max_memory_bytes(memory, step, len(ids))):
                 return embed(model, ids, model.pooling, step, self.yield_turn)
 
-        return self.call(embed_in_memory_limit)
+        return self._thread.submit_long(embed_in_memory_limit)
 
     # Sessions: each method returns a future of what the operation returns
 
@@ -186,10 +189,29 @@ class Engine(AbstractContextManager["Engine"]):
     set_notes = _engine_method(SessionOperations.set_notes)
     pin = _engine_method(SessionOperations.pin)
     inspect = _engine_method(SessionOperations.inspect)
-    change = _engine_method(SessionOperations.change)
     fork = _engine_method(SessionOperations.fork)
     restore = _engine_method(SessionOperations.restore)
     delete = _engine_method(SessionOperations.delete)
+
+    def change(
+        self,
+        name: str,
+        owner: str,
+        kind: str,
+        function: Callable[[Session], T],
+        revision: int | None = None,
+        new_tokens: int = 0,
+        notes: Mapping[str, Any] = MappingProxyType({}),
+        is_long: bool = False,
+    ) -> Future[T]:
+        """Change a session by a function: see `SessionOperations.change`.
+
+        is_long: the function calls `yield_turn` between its steps. Requests that do not change the
+        session are then answered meanwhile, and those that do get Busy.
+        """
+        submit = self._thread.submit_long if is_long else self._thread.submit
+        change = self._operations.change
+        return submit(change, name, owner, kind, function, revision, new_tokens, notes)
 
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""
@@ -260,8 +282,14 @@ class Engine(AbstractContextManager["Engine"]):
         return self._thread.submit(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
-        """Run a scheduler step: a `progress` callback for long work. tokens: not used."""
-        self._scheduler.step()
+        """Run what waits, and a scheduler step: a `progress` callback for long work.
+
+        tokens: not used. Raises Cancelled once the engine is to end, so that the work is given up.
+        """
+        with torch.inference_mode(mode=False):  # as between two calls, whatever the work is
+            self._thread.take_turn()
+        if self._past_deadline:
+            raise Cancelled("the engine is shut down: the change was not made")
 
     def close(self, grace: float = 0.0) -> None:
         """Admit nothing more, let generations run for `grace` seconds, and save all changes."""
@@ -269,9 +297,14 @@ class Engine(AbstractContextManager["Engine"]):
             self._shutdown_deadline = time.monotonic() + grace
             self._thread.close()
 
+    @property
+    def _past_deadline(self) -> bool:
+        """Whether the engine is closing, and the grace of what runs is over."""
+        return self._thread.closing.is_set() and time.monotonic() >= self._shutdown_deadline
+
     def _step(self) -> bool:
         """Run a scheduler step; returns whether there is more to do."""
-        if self._thread.closing.is_set() and time.monotonic() >= self._shutdown_deadline:
+        if self._past_deadline:
             for generation in self._scheduler.running:
                 generation.cancel()
         self._scheduler.step()

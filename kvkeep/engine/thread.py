@@ -1,9 +1,11 @@
 """The thread of an engine: it runs scheduler steps and, between them, calls of other threads."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -13,11 +15,30 @@ from kvkeep.runtime.worker import OPENMP_TIMEOUT_SECONDS, hosting, release_openm
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Call = tuple[Callable[[], Any], Future[Any]]  # a function and the future of its result
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A function, the future of its result, and whether it takes turns: see `EngineThread`."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+    is_long: bool = False
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function())
+        except BaseException as error:
+            self.future.set_exception(error)
 
 
 class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
+
+    A *long* call runs the short ones that wait, and a step, at each of its turns (`take_turn`).
+    Other long calls wait until it is done.
 
     While it runs, it is the thread that computes for the whole process (`kvkeep.runtime.worker`).
     """
@@ -27,6 +48,7 @@ class EngineThread:
         or comes after `idle_seconds`. on_end: runs in the thread, after the last step."""
         self._step, self._idle_seconds, self._on_end = step, idle_seconds, on_end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._deferred = deque[_Call]()  # long calls that came during another one
         self.closing, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
@@ -35,18 +57,35 @@ class EngineThread:
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a function in the thread. The future raises Cancelled if the thread is ending."""
+        return self._submit(partial(function, *args, **kwargs), is_long=False)
+
+    def submit_long(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function that calls `take_turn` between its steps; otherwise as `submit`."""
+        return self._submit(partial(function, *args, **kwargs), is_long=True)
+
+    def _submit(self, function: Callable[[], T], is_long: bool) -> Future[T]:
         future: Future[T] = Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine is shut down"))
         else:
-            self._calls.put((partial(function, *args, **kwargs), future))
+            self._calls.put(_Call(function, future, is_long))
             if self._ended.is_set():  # it ended before it could see this call
                 self._refuse_calls()
         return future
 
     def post(self, function: Callable[[], None]) -> None:
         """Run a function in the thread, even while it is ending."""
-        self._calls.put((function, Future()))
+        self._calls.put(_Call(function, Future()))
+
+    def take_turn(self) -> None:
+        """Run the short calls that wait, and a step: called in the thread, by a long call."""
+        for _ in range(self._calls.qsize()):  # those that come meanwhile wait for the next turn
+            call = self._calls.get_nowait()
+            if call.is_long:
+                self._deferred.append(call)
+            else:
+                call.run()
+        self._step()
 
     def close(self) -> None:
         """Accept no more calls, and wait for the end."""
@@ -72,7 +111,7 @@ class EngineThread:
         """Fail all waiting calls with Cancelled."""
         with suppress(Empty):
             while True:
-                _, future = self._calls.get_nowait()
+                future = self._next_call(wait=False).future
                 if future.set_running_or_notify_cancel():
                     future.set_exception(Cancelled("the engine is shut down"))
 
@@ -80,20 +119,17 @@ class EngineThread:
         """Run all waiting calls. wait: if there is none, wait for the first one."""
         while True:
             try:
-                function, future = self._next_call(wait and not self.closing.is_set())
+                call = self._next_call(wait and not self.closing.is_set())
             except Empty:
                 return
             wait = False
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-            del function, future  # they hold objects of the caller
+            call.run()
+            del call  # it holds objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:
         """Return the next call. wait: for `idle_seconds` at most. Raises Empty if there is none."""
+        if self._deferred:
+            return self._deferred.popleft()
         if not wait:
             return self._calls.get_nowait()
         with suppress(Empty):

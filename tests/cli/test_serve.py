@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -120,6 +121,44 @@ def test_after_a_kill_the_server_reports_what_was_lost(tiny_folder: Path, tmp_pa
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE)
         assert ("'a' resumes at revision 0" in errors) is (entry["lost_revision"] == 1)
+
+
+ENDLESS_WORK = """if True:
+    import time
+    from kvkeep.cli.start import run
+    from kvkeep.engine import Engine
+    take_turn = Engine.yield_turn
+    def take_turns(engine, tokens=0):
+        while True:
+            take_turn(engine)
+            time.sleep(0.002)
+    Engine.yield_turn = take_turns
+    run()
+"""
+
+
+def test_sigterm_during_a_long_change_leaves_the_session_as_it_was(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    path, tokens = "/v1/sessions/a", list(range(50, 250))
+    with (
+        serving(tiny_folder, tmp_path, "--grace", "1", code=ENDLESS_WORK) as (process, url),
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        client.post("/v1/sessions", json={"name": "a"})
+        client.post(f"{path}/feed", json={"tokens": tokens})
+        wanted = {"tokens": tokens[1:], "mode": "exact"}
+        change = threads.submit(httpx.post, url + f"{path}/align", json=wanted, timeout=PATIENCE)
+        while not client.get(path).json()["busy"]:
+            assert not change.done()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        with suppress(httpx.TransportError):
+            assert change.result().status_code >= 500
+    with serving(tiny_folder, tmp_path) as (_, url):
+        text = httpx.get(f"{url}{path}/text", timeout=PATIENCE).json()
+        assert (text["revision"], [piece["id"] for piece in text["pieces"]]) == (1, tokens)
 
 
 KILLED_IN_LONG_WORK = """if True:

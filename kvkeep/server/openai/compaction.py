@@ -180,4 +180,4 @@ async def _compact_cells(
                 _TARGET, steps=("compress",), calibration=calibration, progress=progress
             )
 
-    await wrap_future(engine.change(handle, owner, "compact", edit))
+    await wrap_future(engine.change(handle, owner, "compact", edit, is_long=True))

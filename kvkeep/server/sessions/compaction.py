@@ -52,7 +52,7 @@ async def compact(body: CompactRequest, context: SessionDep) -> Response:
         )
         return report_fields(report)
 
-    return await context.change("compact", apply)
+    return await context.change("compact", apply, is_long=True)
 
 
 async def compact_before_turn(
@@ -79,8 +79,8 @@ async def compact_before_turn(
     if not await context.inspect(context.name, exceeds):
         return None, context.revision
     engine = context.engine
-    change = engine.change(context.name, context.owner, "compact", apply, context.revision)
-    report = await wrap_future(change)
+    arguments = (context.name, context.owner, "compact", apply, context.revision)
+    report = await wrap_future(engine.change(*arguments, is_long=True))
     if report is not None:
         context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
     # Not the present revision: another client may have changed the session since.

@@ -123,4 +123,4 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
         del fields["chunks"]  # not a field of the response
         return fields
 
-    return await context.change("compress", apply)
+    return await context.change("compress", apply, is_long=True)

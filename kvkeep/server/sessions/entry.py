@@ -53,13 +53,14 @@ class SessionContext(RequestContext):
         function: Callable[[Session], Any],
         added_tokens: int = 0,
         notes: Mapping[str, Any] = MappingProxyType({}),
+        is_long: bool = False,
     ) -> JSONResponse:
         """Apply a function that adds at most `added_tokens`; return the fields and its result.
 
-        notes: see `Engine.change`.
+        notes, is_long: see `Engine.change`.
         """
         arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
-        result = await wrap_future(self.engine.change(*arguments, notes))
+        result = await wrap_future(self.engine.change(*arguments, notes, is_long))
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
