@@ -18,7 +18,7 @@ from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.pin_files import load_pins, save_pins
+from kvkeep.engine.pin_files import PinFiles
 from kvkeep.engine.record import SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
@@ -104,14 +104,16 @@ class Engine(AbstractContextManager["Engine"]):
         default_session.snapshot().require_codec(codec)
         files = (session_folder, policy, snapshots, checkpoint_bytes, codec)
         self._registry = SessionRegistry(model, *files)
-        self._folder = session_folder
-        if session_folder is not None:
-            load_pins(self._registry, session_folder)
         self.losses = self._registry.losses  # messages about unsaved changes
         self._operation_log = OperationLog()
-        idle_interval = self.limits.save_idle_after / 2 + 0.05  # between looks for unsaved sessions
+        # Between looks for unsaved sessions and pins.
+        idle_interval = min(1.0, self.limits.save_idle_after / 2 + 0.05)
         self._thread = EngineThread(self._step, idle_interval, self._save_and_unlock)
         self._saver = SessionSaver(self._registry, self._thread.post)
+        self._pin_files: PinFiles | None = None
+        if session_folder is not None:
+            self._pin_files = PinFiles(self._registry, session_folder, self._thread.post)
+            self._pin_files.load()
         self.alignment = alignment or AlignmentOptions()
         parts = (self._registry, self._operation_log, self._new_session, self.alignment)
         self._operations = SessionOperations(*parts)
@@ -309,12 +311,14 @@ class Engine(AbstractContextManager["Engine"]):
                 generation.cancel()
         self._scheduler.step()
         self._saver.save_idle(self.limits.save_idle_after)
+        if self._pin_files is not None:
+            self._pin_files.save_changed()
         return len(self._scheduler.running) > 0
 
     def _save_and_unlock(self) -> None:
+        if self._pin_files is not None:
+            self._pin_files.save_all()
         self._saver.save_all()
-        if self._folder is not None:
-            save_pins(self._registry, self._folder)
         self._registry.close()
 
     def _discard(self, record: SessionRecord) -> None:

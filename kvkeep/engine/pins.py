@@ -90,7 +90,7 @@ class PrefixPins:
             tokens = len(text) if request.tokens is None else request.tokens
             if not 0 < tokens <= len(text) or not self._max_per_owner:
                 continue
-            digest = "" if request.key else _digest(text.first(tokens))
+            digest = "" if request.key else prefix_digest(text, tokens)
             pin_id = f"pin-{secrets.token_hex(8)}"
             expires = now + request.seconds
             self._add(
@@ -160,5 +160,6 @@ def _covers(pin: PrefixPin, other: PrefixPin) -> bool:
     return is_shorter and other.record is pin.record and not (pin.key or other.key)
 
 
-def _digest(tokens: History) -> str:
-    return blake2b(tokens.array(), digest_size=16).hexdigest()
+def prefix_digest(text: History, num_tokens: int) -> str:
+    """Return a digest of the first tokens of a text."""
+    return blake2b(text.first(num_tokens).array(), digest_size=16).hexdigest()

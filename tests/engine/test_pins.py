@@ -1,7 +1,10 @@
 """Prefix pins: protection from eviction, expiry, limits, owners, and keys of conversations."""
 
 import random
-from dataclasses import dataclass
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from kvkeep.engine import Engine, GenerationRequest, PinRequest, SessionRecord
 from kvkeep.engine.pins import MAX_PIN_SECONDS, PrefixPins
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.errors import InvalidArgument, NoSuchPin
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 
 @dataclass
@@ -177,7 +181,71 @@ def test_pins_and_their_sessions_survive_a_clean_stop(tmp_path: Path) -> None:
     with new_engine(tmp_path, cells=400) as engine:
         assert engine.pins().result() == []
         assert len(engine.pins("one").result()) == 2
-        assert list(tmp_path.rglob("pinned/*")) == []  # after a kill there would be none
+        for pin in engine.pins("one").result():
+            engine.release_pin(pin.id, "one").result()
+    assert list(tmp_path.rglob("pinned/[!.]*")) == []
+
+
+def killed(folder: Path, copy: Path) -> Path:
+    """Return a copy of a folder that an engine uses: what it is after a kill at this moment."""
+    return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.tmp")))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_pins_survive_a_kill_with_the_newest_text_that_was_saved(tmp_path: Path) -> None:
+    """Released ones do not come back; a session that is not saved yet has no pins."""
+    folder, prompt = tmp_path / "a", text(0, 30)
+    with new_engine(folder) as engine:
+        request = GenerationRequest(prompt, 1, ignore_eos=True, pins=(PinRequest(900, key="k"),))
+        engine.generate(request).text()
+        ask(engine, 1, PinRequest(600, tokens=40))
+        wait_for(
+            lambda: sum(path.read_text().count("pin-") for path in folder.rglob("*.json")) == 2
+        )
+        before = {pin.key: pin for pin in engine.pins().result()}
+        first = killed(folder, tmp_path / "b")
+        earlier = next(first.rglob(f"{before['k'].record.name}.kvkeep")).read_bytes()
+        longer = tuple(before["k"].record.live.tokens) + text(5, 10)
+        engine.generate(replace(request, prompt=longer)).text()
+        engine.release_pin(before[""].id).result()
+        wait_for(lambda: len(list(folder.rglob("*.kvkeep"))) == 1)
+        wait_for(lambda: '"tokens": 42' in next(folder.rglob("*.json")).read_text())
+        (file,) = folder.rglob("*.kvkeep")
+        wait_for(lambda: read_snapshot_document(file)["notes"]["engine"]["revision"] == 2)
+        second = killed(folder, tmp_path / "c")
+    with new_engine(first) as engine:
+        after = {pin.key: pin for pin in engine.pins().result()}
+        assert {key: (pin.id, pin.tokens) for key, pin in after.items()} == {
+            key: (pin.id, pin.tokens) for key, pin in before.items()
+        }
+        assert ask(engine, 1)[1] == 48
+        assert engine.generate(replace(request, prompt=longer)).reuse.tokens == 31
+    with new_engine(second) as engine:
+        (pin,) = engine.pins().result()
+        assert (pin.key, pin.tokens) == ("k", 42)
+        (session,) = second.rglob("*.kvkeep")
+    session.write_bytes(earlier)  # as if the index were newer
+    with new_engine(second) as engine:
+        assert [pin.tokens for pin in engine.pins().result()] == [31]
+
+
+def test_two_engines_on_a_folder_do_not_share_its_pins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_engine(tmp_path) as engine:
+        ask(engine, 0, PinRequest(900))
+        wait_for(lambda: list(tmp_path.rglob("pins.json")))
+        with new_engine(tmp_path) as other:
+            assert other.pins().result() == []
+            ask(other, 1, PinRequest(900))
+        assert "another process uses it" in caplog.text
+        assert len(list(tmp_path.rglob("pinned/*.kvkeep"))) == 1
 
 
 def test_pins_that_cannot_be_loaded_are_left_out(tmp_path: Path) -> None:
