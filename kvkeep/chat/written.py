@@ -10,7 +10,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -50,6 +50,27 @@ class WrittenAnswer:
     def cost(self) -> int:
         return len(self.ids) + _ENTRY_COST + _CALL_COST * len(self.call_ids)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` needs beside the ids and the prompt."""
+        return {
+            "calls": list(self.call_ids),
+            "reasoning": self.reasoning.hex(),
+            "has_reasoning": self.has_reasoning,
+            "starts_in_reasoning": self.starts_in_reasoning,
+        }
+
+    @classmethod
+    def from_json(cls, ids: "array[int]", prompt: bytes, fields: Any) -> "WrittenAnswer":
+        """Return an answer. Raises LookupError, TypeError and ValueError for other fields."""
+        return cls(
+            ids,
+            prompt,
+            tuple(map(str, fields["calls"])),
+            bytes.fromhex(fields["reasoning"]),
+            bool(fields["has_reasoning"]),
+            bool(fields["starts_in_reasoning"]),
+        )
+
     def is_surely(self, message: Message) -> bool:
         """Whether a message that says the same has the ids of its calls, which are random."""
         call_ids = tuple(call.id for call in message.calls)
@@ -72,14 +93,26 @@ class WrittenAnswers:
         self._answers: OrderedDict[tuple[str, bytes], tuple[WrittenAnswer, ...]] = OrderedDict()
         self._lock = threading.Lock()
         self.tokens = 0  # that they count for
+        # Called with each answer that is added: its owner, a digest of what it says, and itself.
+        self.on_add: Callable[[str, bytes, WrittenAnswer], None] = lambda *_: None
 
     def add(self, owner: str, message: Message, answer: WrittenAnswer) -> None:
         """Remember an answer. message: what was read from its tokens."""
         digest = _content_digest(message)
         if digest is None or not answer.ids:
             return
+        self.restore(owner, digest, answer)
+        self.on_add(owner, digest, answer)
+
+    def restore(self, owner: str, says: bytes, answer: WrittenAnswer) -> None:
+        """Remember an answer again that was passed to `on_add`."""
         with self._lock:
-            self._add((owner, digest), answer)
+            self._add((owner, says), answer)
+
+    def entries(self) -> list[tuple[str, bytes, WrittenAnswer]]:
+        """Return all answers, as they are passed to `on_add`, the last used last."""
+        with self._lock:
+            return [(*key, answer) for key, of in self._answers.items() for answer in of]
 
     def find(
         self, owner: str, message: Message, *, restore_reasoning: bool = True
@@ -116,10 +149,17 @@ class WrittenAnswers:
         for start, pair in enumerate(pairwise(ids)):
             if pair in beginnings:
                 places[pair].append(start)
+        # A single token is almost anywhere: it counts where the text before it is the prompt.
+        singles = {
+            (answer.ids[0], answer.prompt) for _, answer in newest_first if len(answer.ids) == 1
+        }
+        starts_of_singles = _starts_of_singles(ids, singles)
         notes = list[dict[str, Any]]()
         for digest, answer in newest_first:
-            length = len(answer.ids)
-            for start in places.get(tuple(answer.ids[:2]), ()):
+            length, starts = len(answer.ids), places.get(tuple(answer.ids[:2]), ())
+            if length == 1:
+                starts = starts_of_singles.get((answer.ids[0], answer.prompt), ())
+            for start in starts:
                 if ids[start : start + length] == answer.ids:
                     notes.append(_note(digest, answer, start))
                     break
@@ -156,6 +196,21 @@ class WrittenAnswers:
         return result
 
 
+def _starts_of_singles(
+    ids: "array[int]", singles: Set[tuple[int, bytes]]
+) -> dict[tuple[int, bytes], list[int]]:
+    """Return the places of answers of one token. singles: token, and digest of the prompt."""
+    tokens, result = {token for token, _ in singles}, dict[tuple[int, bytes], list[int]]()
+    prefix, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    for start, token in enumerate(ids if tokens else ()):
+        if token in tokens:
+            prefix.update(ids[end:start].tobytes())
+            end = start
+            if (place := (token, prefix.digest())) in singles:
+                result[place] = [start]
+    return result
+
+
 def _identity(answer: WrittenAnswer) -> "tuple[array[int], bytes]":
     return answer.ids, answer.prompt
 
@@ -165,10 +220,7 @@ def _note(digest: bytes, answer: WrittenAnswer, start: int) -> dict[str, Any]:
         "says": digest.hex(),
         "start": start,
         "tokens": len(answer.ids),
-        "calls": list(answer.call_ids),
-        "reasoning": answer.reasoning.hex(),
-        "has_reasoning": answer.has_reasoning,
-        "starts_in_reasoning": answer.starts_in_reasoning,
+        **answer.to_json(),
     }
 
 
@@ -177,14 +229,7 @@ def _from_note(note: Any, tokens: Sequence[int]) -> tuple[int, bytes, WrittenAns
     start, length = int(note["start"]), int(note["tokens"])
     if not 0 <= start < start + length <= len(tokens):
         raise ValueError("the answer is not in the text")
-    answer = WrittenAnswer(
-        array("i", tokens[start : start + length]),
-        b"",
-        tuple(map(str, note["calls"])),
-        bytes.fromhex(note["reasoning"]),
-        bool(note["has_reasoning"]),
-        bool(note["starts_in_reasoning"]),
-    )
+    answer = WrittenAnswer.from_json(array("i", tokens[start : start + length]), b"", note)
     return start, bytes.fromhex(note["says"]), answer
 
 

@@ -16,6 +16,7 @@ from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
+from kvkeep.engine.answer_files import AnswerLog
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.pin_files import PinFiles
@@ -110,6 +111,9 @@ class Engine(AbstractContextManager["Engine"]):
         idle_interval = min(1.0, self.limits.save_idle_after / 2 + 0.05)
         self._thread = EngineThread(self._step, idle_interval, self._save_and_unlock)
         self._saver = SessionSaver(self._registry, self._thread.post)
+        if session_folder is not None and stores is not None:  # prompts are kept there, too
+            path, writer = session_folder / "answers.jsonl", self._registry.writer
+            AnswerLog(self._registry.written, path, model, writer).load()
         self._pin_files: PinFiles | None = None
         if session_folder is not None:
             self._pin_files = PinFiles(self._registry, session_folder, self._thread.post)
@@ -241,7 +245,11 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def written(self) -> WrittenAnswers:
-        """The tokens of generated answers; those in a session's text are saved with it."""
+        """The tokens of generated answers.
+
+        With a folder and prefix stores all are kept over a restart, and otherwise those in the text
+        of a saved session.
+        """
         return self._registry.written
 
     # Snapshots, in the caller's thread

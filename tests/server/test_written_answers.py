@@ -1,13 +1,20 @@
 """Answers that clients send back in other bytes: their history reuses the tokens of the model."""
 
 import json
+import shutil
+import time
+from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvkeep.chat.messages import Message, TextPart
+from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, tokens_digest
+from kvkeep.engine.answer_files import AnswerLog
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 from tests.scripted_model import ScriptedEngine, model_with_text_of
@@ -195,6 +202,74 @@ def test_answers_in_saved_sessions_are_remembered_after_a_restart(
             assert cached >= answer["usage"]["total_tokens"] - 1
             second = client.post("/v1/responses", json=later).json()
             assert second["x_kvkeep"]["written"] == length
+
+
+def test_with_a_prefix_cache_all_answers_are_remembered_after_a_kill(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """Those of unnamed chats without a pin, of one token and more, by the same model alone."""
+    model = model_with_text_of(tmp_path / "model", smollm2.text.folder)
+    keys, log = ApiKeys(("1", "2")), tmp_path / "a" / "answers.jsonl"
+
+    def engine(name: str, answer: str = CALL) -> ScriptedEngine:
+        folders = {"folder": tmp_path / name, "stores": tmp_path / name / "prefixes"}
+        return ScriptedEngine(model, lambda _: answer, settings={"max_kv_size": 2048}, **folders)
+
+    with serving(engine("a"), keys) as server, server.client("1") as client:
+        history = [*QUESTION, *openai_chat(client, QUESTION, False)]
+        while len(log.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with (tmp_path / "b" / log.name).open("a") as file:
+        file.write('{"owner": "1", "says"')  # a line that was cut off by the kill
+    length = len(model.text.encode(CALL, special=True))
+    body = {"messages": history, "tools": [TOOL]}
+    with serving(engine("b", "Yes"), keys) as server:
+        with server.client("2") as client:
+            assert client.post("/v1/prefix/explain", json=body).json()["written"] == 0
+        with server.client("1") as client:
+            assert client.post("/v1/prefix/explain", json=body).json()["written"] == length
+            history += openai_chat(client, history, False)
+    history.append({"role": "user", "content": "And now?"})
+    with serving(engine("b"), keys) as server, server.client("1") as client:
+        assert client.post("/v1/prefix/explain", json=body).json()["written"] == length + 1
+    log = tmp_path / "b" / log.name  # as if it were another model's
+    log.write_text('{"model": "other"}\n' + log.read_text().partition("\n")[2])
+    with serving(engine("b"), keys) as server, server.client("1") as client:
+        assert client.post("/v1/prefix/explain", json=body).json()["written"] == 0
+
+
+def test_the_log_of_answers_is_bounded_and_keeps_the_last_used(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    path, message = tmp_path / "answers.jsonl", Message("assistant", (TextPart("first"),))
+    with ThreadPoolExecutor(1) as writer:
+        written = WrittenAnswers()
+        AnswerLog(written, path, smollm2, writer, max_bytes=4000).load()
+        for number in range(60):
+            one = Message("assistant", (TextPart(f"answer {number}"),)) if number else message
+            written.add("0", one, WrittenAnswer(array("i", range(number, number + 9)), b"p"))
+            assert written.find("0", message)
+            assert writer.submit(path.stat).result().st_size <= 4000
+    again = WrittenAnswers()
+    AnswerLog(again, path, smollm2, writer).load()
+    entries = again.entries()
+    assert 5 < len(entries) < 40
+    assert all(entry in written.entries() for entry in entries)
+    assert again.find("0", one) == written.find("0", one)
+    assert again.find("0", message)
+
+
+def test_an_answer_of_one_token_in_a_saved_text_is_the_one_behind_its_prompt() -> None:
+    written, text = WrittenAnswers(), [4, 7, 5, 7, 6, 7]
+    message = Message("assistant", (TextPart("seven"),))
+    written.add("0", message, WrittenAnswer(array("i", [7]), tokens_digest(text[:3])))
+    (note,) = notes = written.notes_of("0", text)
+    assert note["start"] == 3
+    assert written.notes_of("0", [7, 7, 7]) == []
+    again = WrittenAnswers()
+    again.add_noted("0", text, notes)
+    assert again.find("0", message) == written.find("0", message)
 
 
 def test_the_default_model_reuses_its_own_answers(smollm2: Model, tmp_path: Path) -> None:
