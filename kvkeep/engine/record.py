@@ -1,5 +1,6 @@
 """The record of a session in an engine: its name and owner, where it is, and its memory bound."""
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
+
+_log = logging.getLogger("kvkeep.engine")
 
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
@@ -44,7 +47,8 @@ class SessionRecord:
     session: Session | None  # None while it is on disk only
     revision: int = 0  # grows with each change
     saved_revision: int | None = None  # the one on disk
-    saving_revision: int | None = None  # the one that is being written
+    saving_revision: int | None = None  # the one that is being written, or was last
+    save_failed_at: float = math.inf  # time of the last save, if it failed
     pinned: bool = False  # stays in memory
     pinned_until: float = 0.0  # by prefix pins, on their clock
     parent: str | None = None  # name of the session that it was forked from
@@ -159,9 +163,17 @@ class SessionRecord:
             self.file.clear_marker()
 
     def mark_unsaved(self) -> None:
-        """Write a marker of the change, in case the engine is killed before the save."""
-        if self.file is not None:
+        """Write a marker of the change, in case the engine is killed before the save.
+
+        The change is made already: without a marker, as on a full disk, a kill would only not be
+        reported.
+        """
+        if self.file is None:
+            return
+        try:
             self.file.write_marker(self.revision, len(self.live.tokens))
+        except OSError as error:
+            _log.warning("session %r could not be marked as unsaved: %s", self.name, error)
 
     def require_idle(self) -> None:
         if self.busy:

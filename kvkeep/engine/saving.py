@@ -1,6 +1,7 @@
 """Saving of an engine's sessions while it serves requests."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 
 _log = logging.getLogger("kvkeep.engine")
+_RETRY_FACTOR = 15
 
 
 class SessionSaver:
@@ -26,7 +28,7 @@ class SessionSaver:
         """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
         path, result = record.require_file().path, Future[int]()
         snapshot, revision = self._registry.snapshot(record), record.revision
-        record.saving_revision = revision
+        record.saving_revision, record.save_failed_at = revision, math.inf
         self._pending_saves += 1
 
         def write() -> None:
@@ -44,12 +46,17 @@ class SessionSaver:
         return result
 
     def save_idle(self, seconds: float) -> None:
-        """Begin to save one changed session that has been idle for `seconds`, if there is one."""
+        """Begin to save one changed session that has been idle for `seconds`, if there is one.
+
+        A save that failed, as on a full disk, is tried again after `_RETRY_FACTOR` times as long.
+        """
         if self._pending_saves:
             return
-        idle_before = time.monotonic() - seconds
+        now = time.monotonic()
+        idle_before, failed_before = now - seconds, now - _RETRY_FACTOR * seconds
         for record in self._registry:
-            has_unsaved = record.dirty and record.saving_revision != record.revision
+            is_due = record.saving_revision != record.revision
+            has_unsaved = record.dirty and (is_due or record.save_failed_at < failed_before)
             is_idle = not record.busy and record.last_used < idle_before
             if has_unsaved and is_idle and record.file is not None:
                 self.save(record)
@@ -80,5 +87,6 @@ class SessionSaver:
         self._pending_saves -= 1
         if error is None:
             record.mark_saved(revision)
-        else:  # tried again when it has changed, or when it is evicted
+        else:  # tried again when it has changed, when it is evicted, or after some time
+            record.save_failed_at = time.monotonic()
             _log.error("session %r could not be saved: %s", record.name, error)

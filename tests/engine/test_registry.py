@@ -25,7 +25,9 @@ from engine.killed import (
     text,
     write,
 )
+from full_disk import small_files_only
 
+from kvkeep import Snapshot
 from kvkeep.engine import Engine, GenerationRequest, SessionRecord
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
@@ -35,6 +37,7 @@ from kvkeep.errors import (
     Locked,
     NoRoom,
     NoSuchSession,
+    StoreError,
     WrongRevision,
 )
 
@@ -399,6 +402,25 @@ def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_
         with pytest.raises(Locked):
             new_engine(tmp_path)
         assert [path.name for path in (tmp_path / "0").glob("*.unsaved")] == ["saved.unsaved"]
+
+
+def test_a_full_disk_refuses_no_change_and_sessions_are_saved_once_it_has_room(
+    tmp_path: Path,
+) -> None:
+    with new_engine(tmp_path, save_idle_after=0.02) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 1, text(0, 20))
+        with small_files_only(1):
+            engine.change("a", "0", "edit", lambda session: session.delete(5, 8)).result()
+            write(engine, "a", 2, text(0, 5))
+            engine.create(name="b").result()
+            with pytest.raises(StoreError, match="Free some space"):
+                engine.save("a").result()
+        tokens = engine.inspect("a", "0", _token_ids).result()
+        while any(record.dirty for record in engine.sessions().result()):
+            time.sleep(0.01)
+    assert len(tokens) == 25
+    assert Snapshot.load(tmp_path / "0" / "a.kvkeep").tokens.tolist() == tokens
 
 
 def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> None:
