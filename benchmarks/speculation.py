@@ -6,7 +6,8 @@ A task's answer is given, and the model is made to write it, token by token, by 
 it: so a small or random model does what a large one would. Code is a file of kvkeep with some names
 replaced, JSON a list of such files with some values changed, and prose a text that repeats nothing.
 Each task runs with and without speculation in turn, and gives the same tokens: alone, with a window
-that is smaller than the prompt, and in groups of an engine.
+that is smaller than the prompt, and in groups of an engine. Alone, the processor time counts, so
+that other work on the machine has little influence.
 """
 
 import json
@@ -31,6 +32,7 @@ from kvkeep.model import Model
 from kvkeep.session.drafts import SpeculationOptions
 
 SOURCES = ("session/answer_end.py", "cache/window.py", "session/drafts.py")
+_TURN_TOKENS = 5  # of each answer, before it is the other's turn
 PACKAGE = Path(__file__).parents[1] / "kvkeep"
 
 
@@ -66,7 +68,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """ratio: of the time without speculation to that with it, the median of all rounds."""
+    """A task's figures.
+
+    tokens_per_s: alone, per second of processor time. ratio: of the time without speculation to
+    that with it, the median of all rounds. least_ratio: of one round.
+    """
 
     kind: str
     tokens: int
@@ -74,6 +80,7 @@ class Outcome:
     drafted: int
     tokens_per_s: float
     ratio: float
+    least_ratio: float
 
 
 def tasks() -> list[Task]:
@@ -95,32 +102,54 @@ def tasks() -> list[Task]:
     ]
 
 
-def seconds_of(model: Model, task: Task, limit: int, speculate: bool) -> tuple[float, int, int]:
-    """Return the seconds of writing the answer, and how many tokens were accepted and drafted."""
-    policy: dict[str, Any] = {"policy": "full"} if task.cells is None else {"keep": 4}
-    session = model.session(task.cells, **policy)
-    session.feed(task.prompt)
-    ids = model.text.encode(task.answer)[:limit]
-    sampling = Sampling(constraint=Written(ids))
-    start = time.perf_counter()
-    for _ in session.stream(limit, sampling, ignore_eos=True, speculate=speculate):
-        pass
-    seconds = time.perf_counter() - start
-    assert session.tokens[-len(ids) :] == ids
-    return seconds, *session.speculated
+class Answer:
+    """A task's answer while it is written. seconds: of processor time, of all threads, so far."""
+
+    def __init__(self, model: Model, task: Task, limit: int, speculate: bool):
+        policy: dict[str, Any] = {"policy": "full"} if task.cells is None else {"keep": 4}
+        self.session = model.session(task.cells, **policy)
+        self.session.feed(task.prompt)
+        self.ids, self.seconds = model.text.encode(task.answer)[:limit], 0.0
+        sampling = Sampling(constraint=Written(self.ids))
+        self._first = len(self.session.tokens)
+        self._stream = self.session.stream(limit, sampling, ignore_eos=True, speculate=speculate)
+
+    def write(self, count: int) -> bool:
+        """Write until `count` tokens of it are there; returns whether it goes on."""
+        start, goes_on = time.process_time(), True
+        while goes_on and len(self.session.tokens) - self._first < count:
+            goes_on = next(self._stream, None) is not None
+        self.seconds += time.process_time() - start
+        return goes_on
 
 
 def measure(model: Model, task: Task, limit: int, rounds: int) -> Outcome:
-    """Run a task with and without speculation in turn."""
-    times = list[tuple[float, float]]()
+    """Write an answer with and without speculation, a few tokens each in turn.
+
+    So other work on the machine slows both.
+    """
+    ratios, seconds, drafts = list[float](), list[float](), (0, 0)
     for _ in range(rounds):
-        plain, _, _ = seconds_of(model, task, limit, speculate=False)
-        seconds, accepted, drafted = seconds_of(model, task, limit, speculate=True)
-        times.append((plain, seconds))
+        pair = [Answer(model, task, limit, speculate) for speculate in (False, True)]
+        count, writing = 0, list(pair)
+        while writing:
+            count += _TURN_TOKENS
+            writing = [answer for answer in reversed(writing) if answer.write(count)]
+        plain, speculating = pair
+        assert all(each.session.tokens[-len(each.ids) :] == each.ids for each in pair)
+        ratios.append(plain.seconds / speculating.seconds)
+        seconds.append(speculating.seconds)
+        drafts = speculating.session.speculated
     tokens = min(limit, len(model.text.encode(task.answer)))
-    speed = tokens / statistics.median(seconds for _, seconds in times)
-    ratio = statistics.median(plain / seconds for plain, seconds in times)
-    return Outcome(task.kind, tokens, accepted, drafted, rounded(speed), rounded(ratio))
+    speed = tokens / statistics.median(seconds)
+    return Outcome(
+        task.kind,
+        tokens,
+        *drafts,
+        rounded(speed),
+        rounded(statistics.median(ratios)),
+        rounded(min(ratios)),
+    )
 
 
 def group_seconds(
@@ -154,25 +183,31 @@ def measure_group(
         times.append((plain[-1], seconds[-1]))
     tokens = min(limit, len(model.text.encode(group[-1].answer)))
     speed = tokens / statistics.median(seconds for _, seconds in times)
-    ratio = statistics.median(plain / seconds for plain, seconds in times)
-    return Outcome(kind, tokens, accepted, drafted, rounded(speed), rounded(ratio))
+    ratios = [plain / seconds for plain, seconds in times]
+    median, least = rounded(statistics.median(ratios)), rounded(min(ratios))
+    return Outcome(kind, tokens, accepted, drafted, rounded(speed), median, least)
 
 
 @click.command(cls=Measurement)
 @model_option
 @click.option("--tokens", default=300, show_default=True, help="Tokens of each answer.")
 @click.option("--rounds", default=3, show_default=True)
+@click.option("--kind", "kinds", multiple=True, help="Only this answer: code, JSON, prose ...")
 @out_option
-def main(name: str, tokens: int, rounds: int, out: Path | None) -> None:
+def main(name: str, tokens: int, rounds: int, kinds: Sequence[str], out: Path | None) -> None:
     """Measure speculation on code, JSON and prose."""
     check_outputs(out)
     model = load_model(name)
     outcomes = list[Outcome]()
     for task in tasks():
+        if kinds and task.kind not in kinds:
+            continue
         outcomes.append(measure(model, task, tokens, rounds))
         click.echo(str(outcomes[-1]))
     code, prose = tasks()[0], tasks()[-1]
     for kind, group in (("4 times code", [code] * 4), ("prose beside code", [code, prose])):
+        if kinds and kind not in kinds:
+            continue
         outcomes.append(measure_group(model, kind, group, tokens, rounds))
         click.echo(str(outcomes[-1]))
     write_record(out, name, rounds=rounds, outcomes=list(map(asdict, outcomes)))

@@ -167,15 +167,30 @@ def test_drafts_of_long_texts_follow_the_last_place_of_a_run() -> None:
 
 def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:
     planner, acceptance, draft = DraftPlanner(), Acceptance(), Draft([1] * 15, 3)
-    tries = 0
+    tries, cost = 0, planner.cost.value
     for _ in range(2000):
-        if tried := planner.choose([Offer(draft, acceptance)], 63)[0]:
-            acceptance.learn(draft, tried, 0)
-            tries += 1
-    assert tries < 40
+        tried = planner.choose([Offer(draft, acceptance)], 63)[0]
+        acceptance.learn(draft, tried, 0, cost)
+        tries += tried > 0
+    assert 5 < tries < 40
     for _ in range(40):
-        acceptance.learn(draft, 15, 15)
+        acceptance.learn(draft, 15, 15, cost)
     assert planner.choose([Offer(draft, acceptance)], 63)[0] > 8
+
+
+@given(st.lists(st.tuples(st.sampled_from([3, 6, 12]), st.integers(0, 15)), max_size=300))
+def test_wrong_drafts_cost_a_hundredth_of_the_time_and_one_forward(
+    steps: list[tuple[int, int]],
+) -> None:
+    planner, acceptance = DraftPlanner(), Acceptance()
+    cost, time, tokens = planner.cost.value, 0.0, 0
+    for matched, right in steps:
+        draft = Draft([1] * 15, matched)
+        tried = planner.choose([Offer(draft, acceptance)], 63)[0]
+        accepted = min(tried, right)
+        acceptance.learn(draft, tried, accepted, cost)
+        time, tokens = time + 1 + cost * tried, tokens + 1 + accepted
+        assert time <= 1.01 * tokens + 1 + 1e-6
 
 
 def test_the_cost_of_a_row_is_measured() -> None:
@@ -189,7 +204,7 @@ def test_the_cost_of_a_row_is_measured() -> None:
 def good(is_good: bool = True) -> Offer:
     acceptance, draft = Acceptance(), Draft([1] * 15, 12)
     for _ in range(60):
-        acceptance.learn(draft if is_good else None, 15 * is_good, 15 * is_good)
+        acceptance.learn(draft if is_good else None, 15 * is_good, 15 * is_good, 0.17)
     return Offer(draft if is_good else None, acceptance)
 
 

@@ -18,6 +18,7 @@ _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is m
 _PRIOR_WEIGHT = 0.5  # of that cost, as a variance of the numbers of rows that were measured
 _COST_WEIGHT = 0.05  # of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
+_FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.01, 16.0  # see `Acceptance`
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # of the tokens of a run, in its hash
 _HASH_BITS, _MIN_TABLE_BITS = 32, 10
 
@@ -124,11 +125,17 @@ class Acceptance:
     and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or 1 for
     all. Without a gain now, a draft is tried again after a pause that doubles each time.
 
-    pace: the average number of tokens of a step.
+    Wrong drafts cannot make a text slower than by a hundredth, and one forward: rows are paid from
+    a credit, to which accepted tokens and a small part of each token are added. With a row that
+    costs 0.2 of a forward, the first draft has at most 5 tokens; if all are accepted, the credit is
+    1 - 5 * 0.2 + 5 + 0.06 = 5.06, for 25 rows.
+
+    pace: the average number of tokens of a step. credit: what drafts may cost from now on, in the
+    time of forwards of one row.
     """
 
     def __init__(self) -> None:
-        self.pace = 1.0
+        self.pace, self.credit = 1.0, _FIRST_CREDIT
         self._rates = [0.6, 0.75, 0.85]
         self._pauses, self._waits = [1, 1, 1], [0, 0, 0]
 
@@ -145,9 +152,18 @@ class Acceptance:
         self._waits[kind], self._pauses[kind] = 0, min(256, 2 * self._pauses[kind])
         return True
 
-    def learn(self, draft: Draft | None, tried: int, accepted: int) -> None:
-        """Take the result of a step into account. accepted: of the `tried` tokens of a draft."""
+    def affordable_rows(self, cost: float) -> int:
+        """Return how many rows may be tried. cost: of one, relative to a forward of one row."""
+        return max(0, int(self.credit / cost))
+
+    def learn(self, draft: Draft | None, tried: int, accepted: int, cost: float) -> None:
+        """Take the result of a step into account.
+
+        accepted: of the `tried` tokens of a draft. cost: of a row, as in `affordable_rows`.
+        """
         self.pace += _WEIGHT * (1 + accepted - self.pace)
+        gain = accepted - cost * tried + _CREDIT_PER_TOKEN * (1 + accepted)
+        self.credit = min(self.credit + gain, _MAX_CREDIT)
         if draft is None or not tried:
             return
         kind = _kind(draft)
@@ -219,7 +235,11 @@ class DraftPlanner:
         cost, drafted, paces = self.cost.value, 0, [1.0] * len(offers)
         time_without = 1 + cost * (len(offers) - 1)
         best_speed = _WORTH_TRYING * len(offers) / time_without
-        likely = [each.acceptance.rate(each.draft) if each.draft else 0.0 for each in offers]
+        limits = [_limit(offer, cost) for offer in offers]
+        likely = [
+            offer.acceptance.rate(offer.draft) if offer.draft and limit else 0.0
+            for offer, limit in zip(offers, limits, strict=True)
+        ]
         while drafted < max_drafted:
             index = max(range(len(offers)), key=likely.__getitem__)
             draft, acceptance = offers[index].draft, offers[index].acceptance
@@ -230,7 +250,7 @@ class DraftPlanner:
             drafted += 1
             lengths[index] += 1
             paces[index] += likely[index]
-            is_end = lengths[index] == len(draft.tokens)
+            is_end = lengths[index] == limits[index]
             likely[index] = 0.0 if is_end else likely[index] * acceptance.rate(draft)
             speed = sum(paces) / time
             if speed > best_speed and self._is_fair(offers, paces, time / time_without):
@@ -250,12 +270,19 @@ class DraftPlanner:
     def _explore(self, offers: Sequence[Offer], lengths: list[int], max_drafted: int) -> None:
         """Try a short draft, now and then, that would not pay if its session were alone either."""
         for index, offer in enumerate(offers):
-            if (draft := offer.draft) is None:
+            if (draft := offer.draft) is None or not (limit := _limit(offer, self.cost.value)):
                 continue
             gain = (1 + offer.acceptance.rate(draft)) / (1 + self.cost.value)
             if gain <= _WORTH_TRYING and offer.acceptance.ends_pause(draft):
-                lengths[index] = min(2, len(draft.tokens), max_drafted)
+                lengths[index] = min(2, limit, max_drafted)
                 return
+
+
+def _limit(offer: Offer, cost: float) -> int:
+    """Return how many tokens of a session's draft may be tried. cost: of a row."""
+    if offer.draft is None:
+        return 0
+    return min(len(offer.draft.tokens), offer.acceptance.affordable_rows(cost))
 
 
 def _kind(draft: Draft) -> int:

@@ -101,13 +101,16 @@ class Speculation:
             self.sampling.constraint.accept(token)
         return self._ends_after(token) or self.sampling.complete
 
-    def learn(self, draft: Draft | None, tried: int, tokens: Sequence[int]) -> None:
-        """Take the tokens of a step, which the session has appended. tried: of the draft."""
+    def learn(self, draft: Draft | None, tried: int, tokens: Sequence[int], cost: float) -> None:
+        """Take the tokens of a step, which the session has appended.
+
+        tried: of the draft. cost: of a row, relative to a forward of one.
+        """
         if self._index is not None:
             self._index.extend(tokens)
             self._indexed_tokens = self.core.memory.tokens
         accepted, counts = len(tokens) - 1, self.counts
-        self.acceptance.learn(draft, tried, accepted)
+        self.acceptance.learn(draft, tried, accepted, cost)
         if tried:
             self.counts = DraftCounts(counts.drafted + tried, counts.accepted + accepted)
             self.core.drafts = self.counts
@@ -178,10 +181,11 @@ def _sample_runs(
         tried, runs = _evaluate(members, rows, all_logits)
         seconds = time.perf_counter() - started
     planner.cost.learn(sum(map(len, tried)), seconds)
+    cost = planner.cost.value
     for each, draft, chunk, run in zip(speculations, drafts, tried, runs, strict=True):
         if len(chunk) == 1:  # otherwise it has been followed already
             each.follow(run.tokens[0])
-        each.learn(draft, len(chunk) - 1, run.tokens)
+        each.learn(draft, len(chunk) - 1, run.tokens, cost)
     return runs
 
 
