@@ -1,9 +1,12 @@
 """`kvkeep chat`: an endless conversation in a bounded memory."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.cli import options
+from kvkeep.cli.chat.loading import LoadingAbandoned, open_while_reading
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import (
@@ -17,14 +20,20 @@ from kvkeep.cli.memory import (
 )
 from kvkeep.cli.session_file import UNREAD_KEY, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import complete_sessions, open_session_store
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
+from kvkeep.models.hub.source import local_folder
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.turn_template import count_system_tokens
 from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import read_summary
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvkeep import Model
+    from kvkeep.cli.chat.local import LocalChat
+    from kvkeep.cli.chat.message_reader import MessageReader
+    from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
 
@@ -89,36 +98,94 @@ def chat(
     store = session_options.prefixes.store
     if continue_latest:
         session = _latest_chat_name(store, session)
-    with ExitStack() as locks:
-        session_file = None
-        if session is not None:
-            session_file = locks.enter_context(open_session_store(store).lock(session))
+    opening = _ChatOpening(
+        session, system, token_limit, compact_at, codec, speculate, session_options, output
+    )
+    try:
+        with ExitStack() as locks:
+            opening.run(locks)
+    except LoadingAbandoned as abandoned:
+        abandoned.exit()
+
+
+@dataclass(frozen=True)
+class _ChatOpening:
+    """The options of a chat in this process. session: its name."""
+
+    session: str | None
+    system: str | None
+    max_tokens: int | None
+    compact_at: float | None
+    codec: "Codec | None"
+    speculate: bool
+    session_options: SessionOptions
+    output: options.OutputOptions
+
+    def run(self, locks: ExitStack) -> None:
+        """Open the chat and run it. At a terminal, the prompt is there before the model."""
+        from kvkeep.cli.chat.message_reader import make_message_reader
+
+        file, reader = None, make_message_reader()
+        if self.session is not None:
+            file = locks.enter_context(
+                open_session_store(self.session_options.prefixes.store).lock(self.session)
+            )
+        source = file if file is not None and file.exists() else None
+        loads_at_once = self._loads_at_once(source)
+        open_chat = partial(self._open, locks, file, source, reader, not loads_at_once)
+        if reader.can_read_early and loads_at_once:
+            name = (
+                self.session_options.memory.model if source is None else f"session {self.session}"
+            )
+            chat = open_while_reading(reader, open_chat, f"loading {name}")
+        else:
+            chat = open_chat()
+        with chat.run.reporting():
+            chat.run_loop()
+        chat.run.close("end")
+
+    def _loads_at_once(self, source: ReadablePath | None) -> bool:
+        """Whether the model need not be fetched or converted first, with progress bars."""
+        memory = self.session_options.memory
+        if source is not None and not options.is_given("model"):
+            return True  # a session's own model is not fetched
+        with suppress(KvkeepError):
+            return local_folder(memory.model) is not None
+        return False
+
+    def _open(
+        self,
+        locks: ExitStack,
+        file: "SessionPath | Path | None",
+        source: ReadablePath | None,
+        reader: "MessageReader",
+        shows_progress: bool,
+    ) -> "LocalChat":
+        """Load the model, and the session in `source` or a new one."""
         from kvkeep.cli.chat.local import LocalChat
         from kvkeep.cli.run import SessionRun
 
-        source = session_file if session_file is not None and session_file.exists() else None
-        opened, conversation = _open_conversation(source, system, session_options, output.progress)
-        conversation.speculate = speculate
-        defaults = opened.model.default_sampling
-        settings = ChatSettings(session_options.sampling, token_limit, opened.seed, defaults)
-        run = SessionRun("chat", opened, output, settings.resolved_sampling.seed)
-        if compact_at is not None and opened.session.policy != "full":
+        progress = self.output.progress and shows_progress
+        opened, conversation = _open_conversation(
+            source, self.system, self.session_options, progress
+        )
+        conversation.speculate = self.speculate
+        sampling, defaults = self.session_options.sampling, opened.model.default_sampling
+        settings = ChatSettings(sampling, self.max_tokens, opened.seed, defaults)
+        run = SessionRun("chat", opened, self.output, settings.resolved_sampling.seed)
+        if self.compact_at is not None and opened.session.policy != "full":
             raise InvalidArgument(
                 f"--compact-at needs --policy full; found {opened.session.policy}, which keeps to "
                 "its budget by itself"
             )
-        if session_file is not None:
-            label = f"session {session}"
-            saved_codec = codec or opened.codec
-            run.writer = SessionWriter(
-                opened.session, session_file, label, opened.notes, saved_codec
-            )
+        if file is not None:
+            label, codec = f"session {self.session}", self.codec or opened.codec
+            run.writer = SessionWriter(opened.session, file, label, opened.notes, codec)
             run.writer.switch_to(opened.session, {CHAT_NOTES_KEY: conversation.notes})
         if source is not None:
-            apply_keep(opened, session_options.memory.keep)
-        with run.reporting():
-            LocalChat(run, conversation, settings, store, locks, compact_at).run_loop()
-        run.close("end")
+            apply_keep(opened, self.session_options.memory.keep)
+        store = self.session_options.prefixes.store
+        return LocalChat(run, conversation, settings, store, locks, self.compact_at, reader)
 
 
 def _latest_chat_name(store: str | None, session: str | None) -> str:

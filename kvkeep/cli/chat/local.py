@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.chat.quoted_reasoning import QuotedReasoning
 from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
+from kvkeep.cli.chat.message_reader import MessageReader
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.output import format_mb, plural, say
@@ -31,7 +32,8 @@ class _SavedBranch:
 class LocalChat(ChatLoop):
     """A chat with a session in this process.
 
-    store: `--store`. locks: of all its session files. compact_at: `--compact-at`.
+    store: `--store`. locks: of all its session files. compact_at: `--compact-at`. reader: as of
+    `ChatLoop`.
     """
 
     def __init__(
@@ -42,11 +44,12 @@ class LocalChat(ChatLoop):
         store: str | None,
         locks: ExitStack,
         compact_at: float | None = None,
+        reader: MessageReader | None = None,
     ):
         self.run, self._store, self._locks = run, store, locks
         self._compact_at = compact_at
         self._saved_branches: dict[str, _SavedBranch] = {}  # branches that are not current
-        super().__init__(Branches(conversation), settings)
+        super().__init__(Branches(conversation), settings, reader)
 
     def title(self) -> str:
         name = f", {self.run.writer.label}" if self.run.writer else ""

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import ChatCommands, LeaveChat, is_command
-from kvkeep.cli.chat.message_reader import make_message_reader
+from kvkeep.cli.chat.message_reader import MessageReader, make_message_reader
 from kvkeep.cli.chat.printer import make_printer
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.output import TextPrinter, plural, say
@@ -28,9 +28,13 @@ class PrefillAborted(Exception):
 class ChatLoop(ChatCommands):
     """A chat at the prompt. Subclasses implement it for local and for remote sessions."""
 
-    def __init__(self, branches: Branches, settings: ChatSettings):
+    def __init__(
+        self, branches: Branches, settings: ChatSettings, reader: MessageReader | None = None
+    ):
+        """reader: of the user's messages; None for a new one."""
         super().__init__(branches, settings)
-        self.message_reader = make_message_reader(branches)
+        self.message_reader = reader or make_message_reader()
+        self.message_reader.branches = branches
         self.is_interactive = self.message_reader.is_interactive
 
     @abstractmethod

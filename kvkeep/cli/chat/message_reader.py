@@ -3,13 +3,14 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from asyncio import get_running_loop
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
-from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -17,11 +18,11 @@ from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.defaults import create_output
+from prompt_toolkit.patch_stdout import patch_stdout
 from prompt_toolkit.styles import Style
 
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.commands import COMMANDS
-from kvkeep.cli.chat.settings import SETTINGS, SWITCHES
+from kvkeep.cli.chat.completer import ChatCompleter
 from kvkeep.cli.options import require_utf8
 from kvkeep.cli.output import say
 from kvkeep.cli.terminal import hold_typed_keys, is_foreground, termination_signal
@@ -34,14 +35,28 @@ _EXIT_HINT = "Ctrl-D or /quit ends the chat; /help lists all commands"
 
 
 class MessageReader:
-    """Reads messages from a pipe or file: each line is one. Subclasses read from a terminal."""
+    """Reads messages from a pipe or file: each line is one. Subclasses read from a terminal.
+
+    branches: whose parts a terminal completes; None until the chat is loaded.
+    """
 
     is_interactive = False  # whether standard input is a terminal
+    can_read_early = False  # whether `read_during` shows a prompt
+    branches: Branches | None = None
 
     def read(self, status: str = "") -> str | None:
         """Return the next message, None at the end of the input. status: shown below the prompt."""
         line = sys.stdin.buffer.readline()
         return decode_text(line, "standard input").rstrip("\r\n") if line else None
+
+    def read_during(self, loading: Future[Any], status: str) -> bool:
+        """Let the user type until a future is done; the next `read` continues with the input.
+
+        A message that is sent meanwhile is what the next `read` returns. Returns False if the user
+        ended the chat. status: shown below the prompt.
+        """
+        wait([loading])
+        return True
 
     def put_back(self, message: str) -> None:
         """Put a message back into the input line, so that the user can edit and send it again."""
@@ -83,15 +98,16 @@ class PlainTerminalReader(MessageReader):
 class LineEditingReader(MessageReader):
     """Reads at a prompt with line editing, history and completion. Pasted text is one message."""
 
-    is_interactive = True
+    is_interactive = can_read_early = True
 
-    def __init__(self, branches: Branches):
+    def __init__(self) -> None:
         self._initial_text, self._status = "", ""
+        self._sent_early: str | None = None
         self._session: PromptSession[str] = PromptSession(
             "> ",
             multiline=True,
             prompt_continuation="  ",
-            completer=ChatCompleter(branches),
+            completer=ChatCompleter(lambda: self.branches),
             complete_while_typing=False,
             history=_history(),
             key_bindings=_key_bindings(),
@@ -101,12 +117,53 @@ class LineEditingReader(MessageReader):
         )
 
     def read(self, status: str = "") -> str | None:
+        if self._sent_early is not None:
+            message, self._sent_early = self._sent_early, None
+            return message
+        return self._read(status)
+
+    def read_during(self, loading: Future[Any], status: str) -> bool:
+        def at_start() -> None:
+            loop = get_running_loop()
+
+            def when_loaded(_: Future[Any]) -> None:
+                with suppress(RuntimeError):  # the loop is closed: the user has sent a message
+                    loop.call_soon_threadsafe(self._leave_prompt)
+
+            loading.add_done_callback(when_loaded)
+
+        try:
+            with patch_stdout(raw=True):  # messages of the other thread appear above the prompt
+                message = self._read(status, at_start)
+        except _Loaded:
+            return True
+        finally:
+            self._session.app.erase_when_done = False
+        if message is None:
+            return False
+        self._sent_early = message
+        with self.hold_keys():
+            wait([loading])
+        return True
+
+    def _leave_prompt(self) -> None:
+        """Remove the prompt from the screen, and keep what is typed for the next one."""
+        app = self._session.app
+        if app.is_running and not app.is_done:
+            self._initial_text = self._session.default_buffer.text
+            app.erase_when_done = True
+            app.exit(exception=_Loaded)
+
+    def _read(self, status: str, at_start: Callable[[], None] | None = None) -> str | None:
+        """Read a message, None at the end. at_start: called when the prompt is there."""
         self._status = status
         while True:
             default, self._initial_text = self._initial_text, ""
             try:
                 # Ctrl-C is a key here. A SIGINT comes from another program.
-                message = self._session.prompt(default=default, handle_sigint=False)
+                message = self._session.prompt(
+                    default=default, handle_sigint=False, pre_run=at_start
+                )
             except _EmptyLineInterrupted:
                 say(_EXIT_HINT)
             except KeyboardInterrupt:
@@ -141,12 +198,16 @@ class _EmptyLineInterrupted(Exception):
     """Raised by Ctrl-C if nothing is typed."""
 
 
-def make_message_reader(branches: Branches) -> MessageReader:
+class _Loaded(Exception):
+    """Raised at the prompt of `read_during` when the chat is loaded, or that has failed."""
+
+
+def make_message_reader() -> MessageReader:
     if not sys.stdin.isatty():
         return MessageReader()
     has_cursor_control = os.environ.get("TERM", "") not in ("", "dumb")
     if has_cursor_control and (sys.stdout.isatty() or sys.stderr.isatty()):
-        return LineEditingReader(branches)
+        return LineEditingReader()
     return PlainTerminalReader()
 
 
@@ -213,60 +274,3 @@ def _is_utf8(line: str) -> bool:
         say(str(error))
         return False
     return True
-
-
-class ChatCompleter(Completer):
-    """Completes commands, and arguments that name a file, setting, branch or part of the chat."""
-
-    def __init__(self, branches: Branches):
-        self._branches = branches
-        self._paths = PathCompleter(expanduser=True)
-
-    def get_completions(
-        self, document: Document, complete_event: CompleteEvent
-    ) -> Iterable[Completion]:
-        text = document.text_before_cursor
-        if "\n" in text or not text.startswith("/"):
-            return
-        name, space, argument = text.partition(" ")
-        if not space:
-            for candidate, (_, meaning) in COMMANDS.items():
-                if candidate.startswith(name):
-                    yield Completion(candidate, -len(name), display_meta=meaning)
-        elif name == "/file":
-            path = Document(argument, len(argument))
-            yield from self._paths.get_completions(path, complete_event)
-        else:
-            *words, prefix = argument.split(" ")
-            for candidate in self._candidates(name, words):
-                if candidate.startswith(prefix):
-                    yield Completion(candidate, -len(prefix))
-
-    def _candidates(self, name: str, words: list[str]) -> Iterator[str]:
-        """Yield candidates for the word that follows `words` in a command's argument."""
-        if name == "/edit" and words == ["--exact"]:
-            words = []
-        if name in ("/pin", "/unpin", "/forget", "/edit") and not words:
-            yield from self._passage_references()
-            if name == "/edit":
-                yield "--exact"
-        elif name == "/switch" and not words:
-            yield from self._branches.other_names
-        elif name == "/set" and not words:
-            yield from SETTINGS
-        elif name == "/set" and len(words) == 1 and words[0] in SWITCHES:
-            yield from ("on", "off")
-
-    def _passage_references(self) -> Iterator[str]:
-        """Yield the names of parts of the chat: "system", "last", "3", "3.question", "3.answer"."""
-        spans = self._branches.current.session.span_ranges
-        if "system" in spans:
-            yield "system"
-        turns = self._branches.current.turns
-        if turns:
-            yield "last"
-        for turn in reversed(turns):
-            yield str(turn)
-            for part in ("question", "answer"):
-                if f"turn {turn} {part}" in spans:
-                    yield f"{turn}.{part}"
