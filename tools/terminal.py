@@ -62,15 +62,19 @@ class Terminal:
     def paste(self, text: str) -> None:
         self.type(f"{_PASTE[0]}{text}{_PASTE[1]}")
 
-    def wait(self, text: str, seconds: float, times: int = 1) -> str:
-        """Wait until a text appears `times` times; return all text. Raises TimeoutError."""
+    def wait(self, text: str, seconds: float, times: int = 1, settles: bool = True) -> str:
+        """Wait until a text appears `times` times; return all text. Raises TimeoutError.
+
+        settles: whether to wait for the rest of the screen, too.
+        """
         until = time.monotonic() + seconds
         while self._count(text) < times:
             if time.monotonic() > until or not self._read(0.05):
                 if self._count(text) >= times:
                     break
                 raise TimeoutError(f"{text!r} did not come {times} times:\n{self.text}")
-        self.settle()
+        if settles:
+            self.settle()
         return self.text
 
     def ended(self, seconds: float) -> int:
