@@ -20,6 +20,7 @@ from kvkeep.engine.answer_files import AnswerLog
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.pin_files import PinFiles
+from kvkeep.engine.pins import PrefixPin
 from kvkeep.engine.record import SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
@@ -218,6 +219,10 @@ class Engine(AbstractContextManager["Engine"]):
         submit = self._thread.submit_long if is_long else self._thread.submit
         change = self._operations.change
         return submit(change, name, owner, kind, function, revision, new_tokens, notes)
+
+    def all_pins(self) -> Future[list[PrefixPin]]:
+        """Return the pins of all owners."""
+        return self.call(lambda: list(self._registry.pins))
 
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""

@@ -72,7 +72,7 @@ class SessionLeases:
         codec: Codec = "exact",
     ):
         self._codec: Codec = codec
-        self._engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
+        self.engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
         self._records_being_written: dict[SessionKey, SessionRecord] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
@@ -89,7 +89,7 @@ class SessionLeases:
         return await wrap_future(self._threads.submit(function, *args, **kwargs))
 
     async def _call_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await wrap_future(self._engine.call(function, *args, **kwargs))
+        return await wrap_future(self.engine.call(function, *args, **kwargs))
 
     @asynccontextmanager
     async def creating(self, key: SessionKey) -> AsyncIterator[LeasedSession]:

@@ -8,6 +8,7 @@ carried out at most once, and completely.
 import asyncio
 import logging
 import secrets
+from asyncio import wrap_future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,13 +19,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.engine import SessionRecord
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
-from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
+from kvkeep.errors import InvalidArgument, NoSuchPin, NoSuchSession, StoreError, WrongRevision
 from kvkeep.fleet.exchange import Exchange, RecordedResponse, SessionKey, WithheldResponse
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
+from kvkeep.fleet.pins import SharedPins
 from kvkeep.fleet.session_target import parse_json_object, require_new_name, session_target
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
+from kvkeep.server.sessions.pins import pin_entry
 from kvkeep.server.sse import sse_event
 from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.header import rounded_by
@@ -38,9 +41,10 @@ _RETRY_TIMEOUT_SECONDS = 10.0  # for which a repeated request waits for the firs
 class SessionMiddleware:
     """ASGI middleware that leases, commits and releases the sessions that requests target."""
 
-    def __init__(self, app: Any, leases: SessionLeases, server_name: str):
+    def __init__(self, app: Any, leases: SessionLeases, pins: SharedPins, server_name: str):
         """server_name: the value of the response header `x-kvkeep-server`."""
         self._app, self._leases, self._server_name = app, leases, server_name.encode()
+        self._pins = pins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_http, send = scope["type"] == "http", partial(self._send_with_server_name, send)
@@ -91,6 +95,10 @@ class SessionMiddleware:
                 raise ApiError(404, "not found", "not_found_error")
             case "list":
                 await self._list(exchange)
+            case "pins":
+                await self._list_pins(exchange)
+            case "release_pin":
+                await self._release_pin(exchange)
             case "create":
                 await self._create(exchange)
             case "fork" | "snapshot" as operation:
@@ -192,6 +200,21 @@ class SessionMiddleware:
 
         await self._leases.remove(exchange.session_key, require_revision)
         await exchange.respond({"name": name, "object": "session", "deleted": True})
+
+    async def _list_pins(self, exchange: Exchange) -> None:
+        owner, leases = exchange.session_key.owner, self._leases
+        own = [pin_entry(pin) for pin in await wrap_future(leases.engine.pins(owner))]
+        entries = [*own, *await leases.call_store(self._pins.others, owner)]
+        entries.sort(key=lambda entry: entry["expires_in"])
+        await exchange.respond({"object": "list", "data": entries})
+
+    async def _release_pin(self, exchange: Exchange) -> None:
+        owner, pin_id = exchange.session_key.owner, exchange.target.action
+        try:
+            await wrap_future(self._leases.engine.release_pin(pin_id, owner))
+        except NoSuchPin:
+            await self._leases.call_store(self._pins.release, pin_id, owner)
+        await exchange.respond({"id": pin_id, "object": "prefix_pin", "deleted": True})
 
     async def _list(self, exchange: Exchange) -> None:
         leases, sessions = self._leases, self._leases.sessions_of(exchange.session_key.owner)

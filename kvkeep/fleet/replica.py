@@ -14,6 +14,7 @@ from kvkeep.errors import Conflict, StoreError
 from kvkeep.fleet.config import ReplicaConfig
 from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
 from kvkeep.fleet.middleware import SessionMiddleware
+from kvkeep.fleet.pins import SharedPins
 from kvkeep.model import Model
 from kvkeep.server.idempotency import COMPACTION_PATHS, IdempotencyMiddleware
 from kvkeep.session.alignment import AlignmentOptions
@@ -73,24 +74,29 @@ class Replica:
             SharedSessions, objects, writer=self.writer, lease_seconds=lease_seconds
         )
         self.leases = SessionLeases(self.engine, sessions_of, codec)
+        self.pins = SharedPins(self.engine, objects, self.writer)
+        self.pins.start()
 
     async def close(self) -> None:
         """Finish requests in progress, and write what others can continue from to the store."""
         await self.leases.drain()
+        await asyncio.to_thread(self.pins.close)
         await asyncio.to_thread(self.engine.close)
         if self._prefixes is not None:
             await asyncio.to_thread(self._prefixes.flush)
 
     def middleware(self, app: Any) -> SessionMiddleware:
-        return shared_session_middleware(app, self.leases, self.writer)
+        return shared_session_middleware(app, self.leases, self.pins, self.writer)
 
 
-def shared_session_middleware(app: Any, leases: SessionLeases, name: str) -> SessionMiddleware:
+def shared_session_middleware(
+    app: Any, leases: SessionLeases, pins: SharedPins, name: str
+) -> SessionMiddleware:
     """Return an application in which requests lease their sessions. name: the server's.
 
     A repeated `/v1/responses/compact` with its `Idempotency-Key` runs once at this server.
     """
-    return SessionMiddleware(IdempotencyMiddleware(app, COMPACTION_PATHS), leases, name)
+    return SessionMiddleware(IdempotencyMiddleware(app, COMPACTION_PATHS), leases, pins, name)
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:

@@ -10,14 +10,17 @@ from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.interface import is_valid_name
 
 # none: no session of the store. unknown: an invalid path below /v1/sessions/. events: an endless
-# stream. snapshot: saves a labelled snapshot. save: nothing to do, as every commit saves.
+# stream. snapshot: saves a labelled snapshot. save: nothing to do, as every commit saves. pins,
+# release_pin: of all servers; the action is the pin.
 TargetOperation = (
     Literal["none", "unknown", "list", "read", "events"]
+    | Literal["pins", "release_pin"]
     | Literal["create", "fork", "snapshot", "write", "delete", "save"]
 )
 _SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
+_PIN_ROUTE = re.compile(r"/v1/prefix/pins/(pin-[0-9a-f]{16})")
 _RESTORE_ROUTE = re.compile(r"/v1/snapshots/[^/]+/restore")
-SESSIONS_PATH = "/v1/sessions"
+SESSIONS_PATH, PINS_PATH = "/v1/sessions", "/v1/prefix/pins"
 # Sessions local to each server.
 _RESERVED_NAMES = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)
 
@@ -37,6 +40,10 @@ def session_target(method: str, path: str) -> SessionTarget:
         return SessionTarget("unknown")
     if method == "POST" and (path == SESSIONS_PATH or _RESTORE_ROUTE.fullmatch(path)):
         return SessionTarget("create")
+    if path == PINS_PATH and method == "GET":
+        return SessionTarget("pins")
+    if method == "DELETE" and (pin := _PIN_ROUTE.fullmatch(path)):
+        return SessionTarget("release_pin", action=pin[1])
     if path == SESSIONS_PATH:
         return SessionTarget("list" if method == "GET" else "none")
     if method == "OPTIONS" or not path.startswith(f"{SESSIONS_PATH}/"):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,8 @@ from stores import _s3, objects, s3, s3_url
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.fleet.leases import SessionLeases
+from kvkeep.fleet.middleware import SessionMiddleware
+from kvkeep.fleet.pins import SharedPins
 from kvkeep.fleet.replica import shared_session_middleware
 from kvkeep.model import Model
 from kvkeep.server.app import application
@@ -57,7 +60,13 @@ def replica(
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease_seconds=lease)
     )
     service = Service(engine, "smollm2", ApiKeys())
-    app = application(service, middleware=lambda app: shared_session_middleware(app, leases, name))
+    pins = SharedPins(engine, objects, name)
+    pins.start()
+
+    def middleware(app: Any) -> SessionMiddleware:
+        return shared_session_middleware(app, leases, pins, name)
+
+    app = application(service, middleware=middleware)
     config = connection_config(app, port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -71,6 +80,7 @@ def replica(
     finally:
         service.closing = server.should_exit = True
         thread.join()
+        pins.close()
         engine.close()
 
 

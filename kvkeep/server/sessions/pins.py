@@ -20,7 +20,7 @@ async def pins(context: ContextDep) -> dict[str, Any]:
     `tokens` is the length of a prefix, `session` holds it, and `prompt_cache_key` is the client's.
     It expires in `expires_in` seconds; each prompt that begins with it restarts its `ttl`.
     """
-    data = [_entry(pin) for pin in await wrap_future(context.engine.pins(context.owner))]
+    data = [pin_entry(pin) for pin in await wrap_future(context.engine.pins(context.owner))]
     return {"object": "list", "data": data}
 
 
@@ -31,7 +31,8 @@ async def release(pin_id: _PinId, context: ContextDep) -> dict[str, Any]:
     return {"id": pin_id, "object": "prefix_pin", "deleted": True}
 
 
-def _entry(pin: PrefixPin) -> dict[str, Any]:
+def pin_entry(pin: PrefixPin) -> dict[str, Any]:
+    """Return a pin as it is listed."""
     return {
         "id": pin.id,
         "object": "prefix_pin",
