@@ -190,6 +190,11 @@ class RemoteSession:
         body = {"resident": resident}
         return self._client.send(ApiRequest("PUT", self._path("/resident"), body, revision))
 
+    def set_title(self, title: str | None, revision: int | None = None) -> Any:
+        """Set what people call the session, in the web UI for example; None for its name."""
+        body = {"title": title}
+        return self._client.send(ApiRequest("PUT", self._path("/title"), body, revision))
+
     def _path(self, subpath: str) -> str:
         return f"/v1/sessions/{self.name}{subpath}"
 

@@ -195,6 +195,7 @@ class Engine(AbstractContextManager["Engine"]):
     continue_compacted = _engine_method(SessionOperations.continue_compacted)
     set_notes = _engine_method(SessionOperations.set_notes)
     pin = _engine_method(SessionOperations.pin)
+    set_title = _engine_method(SessionOperations.set_title)
     inspect = _engine_method(SessionOperations.inspect)
     fork = _engine_method(SessionOperations.fork)
     restore = _engine_method(SessionOperations.restore)

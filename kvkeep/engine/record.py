@@ -33,6 +33,7 @@ _NOTED_FIELDS = {
     "parent": "parent",
     "pinned": "pinned",
     "created": "created",
+    "title": "title",
 }
 
 
@@ -52,6 +53,7 @@ class SessionRecord:
     pinned: bool = False  # stays in memory
     pinned_until: float = 0.0  # by prefix pins, on their clock
     parent: str | None = None  # name of the session that it was forked from
+    title: str | None = None  # for people, such as the beginning of a conversation
     # How many of the first tokens were evaluated in whole prefill steps. Any text that begins with
     # them would get the same cells, to the bit.
     step_aligned_tokens: int = 0

@@ -72,6 +72,7 @@ class SessionOperations:
         name: str | None = None,
         session: Session | None = None,
         notes: dict[str, Any] | None = None,
+        title: str | None = None,
         **settings: Any,
     ) -> SessionRecord:
         """Register a session, or create one with settings as of `Model.session`."""
@@ -80,7 +81,7 @@ class SessionOperations:
         elif any(record.session is session for record in self._registry):
             raise InvalidArgument("this session is already in the engine; add a fork of it instead")
         record = self._registry.add(session, owner, name)
-        record.notes = notes or {}
+        record.notes, record.title = notes or {}, title
         self._operation_log.add(record, "create")
         return record
 
@@ -139,6 +140,15 @@ class SessionOperations:
         record.mark_changed()
         record.mark_unsaved()
 
+    def set_title(
+        self, name: str, owner: str, title: str | None, revision: int | None = None
+    ) -> None:
+        """Set what people call a session; None for its name. A busy one can be renamed as well."""
+        record = self._registry.load_existing(name, owner, revision)
+        record.title = title
+        record.mark_changed()
+        self._operation_log.add(record, "title")
+
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
         """Load a session and return `function(record)`, which must not change it."""
         return function(self._registry.load_existing(name, owner))
@@ -188,11 +198,13 @@ class SessionOperations:
         new_name: str | None = None,
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
+        title: str | None = None,
     ) -> SessionRecord:
-        """Create a session from another or its first `at` tokens. notes: None to copy its notes."""
+        """Create a session from another or its first `at` tokens. notes, title: None to copy."""
         record = self._registry.load_existing(name, owner, revision)
         fork = self._registry.add(record.live.fork(at), owner, new_name)
         fork.notes = dict(record.notes) if notes is None else notes
+        fork.title = record.title if title is None else title
         fork.parent, fork.first_edit = record.name, record.first_edit
         fork.step_aligned_tokens = record.step_aligned_tokens
         fork.has_other_steps = record.has_other_steps

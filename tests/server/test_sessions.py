@@ -134,6 +134,31 @@ def test_compress_changes_the_cells_of_each_head(client: httpx.Client) -> None:
     assert "compressed" in {run["standing"] for run in runs}
 
 
+def test_a_title_is_kept_over_forks_and_a_restart(smollm2: Model, tmp_path: Path) -> None:
+    """Also while an answer is generated."""
+
+    def titles(client: httpx.Client) -> dict[str, str | None]:
+        return {item["name"]: item["title"] for item in client.get("/v1/sessions").json()["data"]}
+
+    with running_server(smollm2, tmp_path) as server, server.client() as client:
+        client.post("/v1/sessions", json={"name": "a", "title": "Rivers", **SETTINGS})
+        post_action(client, "a", "feed", text=TEXT[:100])
+        post_action(client, "a", "fork", name="b")
+        post_action(client, "a", "fork", name="c", title="Lakes")
+        body = {"max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/sessions/c/generate", json=body) as response:
+            lines = response.iter_lines()  # closing it disconnects
+            assert next(lines) == "event: token"
+            with server.client() as other:
+                renamed = other.put("/v1/sessions/c/title", json={"title": "Seas"}).json()
+        assert (renamed["title"], renamed["busy"]) == ("Seas", True)
+        assert client.put("/v1/sessions/b/title", json={"title": ""}).status_code == 400
+        client.put("/v1/sessions/b/title", json={"title": None}).raise_for_status()
+    with running_server(smollm2, tmp_path) as server, server.client() as client:
+        assert titles(client) == {"a": "Rivers", "b": None, "c": "Seas"}
+        assert client.get("/v1/sessions/a/memory").json()["title"] == "Rivers"
+
+
 def test_residual_cells_are_shown_as_such(client: httpx.Client) -> None:
     name = create(client, policy="full", max_kv_size=1024)
     post_action(client, name, "feed", text=TEXT[:1500])
@@ -187,6 +212,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/save": ("POST", None),
     "/snapshot": ("POST", {"name": "of-another-revision"}),
     "/resident": ("PUT", {"resident": True}),
+    "/title": ("PUT", {"title": "Another"}),
     "/compact": ("POST", {}),
     "/align": ("POST", {"tokens": [5, 6, 7]}),
 }

@@ -88,6 +88,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "resident": record.pinned,
         "named": record.named,
         "parent": record.parent,
+        "title": record.title,
         "created": int(record.created),
         "lost_revision": record.lost_revision,
         "rounded": record.rounded or None,

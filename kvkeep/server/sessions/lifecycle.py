@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.compaction_items import is_handle
-from kvkeep.engine import Engine
+from kvkeep.engine import Engine, SessionRecord
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
 from kvkeep.server.schemas import MAX_TOKENS, RequestBody
-from kvkeep.server.service import ContextDep
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import (
     NAME_PATTERN,
     SessionDep,
@@ -26,6 +26,7 @@ from kvkeep.storage.snapshots.header import read_summary
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+_Title = Annotated[str, Field(min_length=1, max_length=200)]
 _PositiveCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _Bits = Literal["8", "8/4", "4", 8, 4]
 
@@ -34,6 +35,7 @@ class CreateSessionRequest(RequestBody):
     """Settings of a new session, as in Python; the server's settings are the defaults."""
 
     name: _Name | None = None
+    title: _Title | None = None
     from_snapshot: _Name | None = None
     policy: Literal["sliding", "shift", "archive", "self_extend", "full"] | None = None
     max_kv_size: _PositiveCount | None = None
@@ -48,7 +50,7 @@ class CreateSessionRequest(RequestBody):
 
     def settings(self) -> dict[str, Any]:
         """Return the given settings. With a policy, the server's policy settings do not apply."""
-        not_settings = {"name", "from_snapshot", *(self.model_extra or {})}
+        not_settings = {"name", "title", "from_snapshot", *(self.model_extra or {})}
         settings = self.model_dump(exclude=not_settings, exclude_none=True)
         return {**_UNSET_POLICY_SETTINGS, **settings} if self.policy else settings
 
@@ -58,6 +60,7 @@ _UNSET_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "m
 
 class ForkRequest(RequestBody):
     name: _Name | None = None
+    title: _Title | None = None
     at: TokenIndex | None = None
 
 
@@ -73,12 +76,19 @@ class ResidentRequest(RequestBody):
     resident: bool
 
 
+class TitleRequest(RequestBody):
+    title: _Title | None = None
+
+
 @router.post("/v1/sessions", status_code=201, response_model=None)
 async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
     if body.from_snapshot is not None:
-        return await restore(body.from_snapshot, RestoreRequest(name=body.name), context)
-    future = context.engine.create(context.owner, body.name, **body.settings())
+        record = await _restore(body.from_snapshot, body.name, context)
+        if body.title is not None:
+            await wrap_future(context.engine.set_title(record.name, context.owner, body.title))
+        return session_response(record, 201)
+    future = context.engine.create(context.owner, body.name, title=body.title, **body.settings())
     return session_response(await wrap_future(future), 201)
 
 
@@ -107,7 +117,8 @@ async def delete(context: SessionDep) -> dict[str, Any]:
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(body: ForkRequest, context: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    future = context.engine.fork(context.name, context.owner, body.at, body.name, context.revision)
+    fork_of = (context.name, context.owner, body.at, body.name, context.revision)
+    future = context.engine.fork(*fork_of, title=body.title)
     return session_response(await wrap_future(future), 201)
 
 
@@ -123,6 +134,14 @@ async def resident(body: ResidentRequest, context: SessionDep) -> Response:
     """Set whether a session is kept in memory when others need space."""
     engine, revision = context.engine, context.revision
     await wrap_future(engine.pin(context.name, context.owner, body.resident, revision))
+    return session_response(await context.find())
+
+
+@router.put("/v1/sessions/{name}/title", response_model=None)
+async def title(body: TitleRequest, context: SessionDep) -> Response:
+    """Set what people call a session, as the web UI's list of conversations shows it."""
+    engine, revision = context.engine, context.revision
+    await wrap_future(engine.set_title(context.name, context.owner, body.title, revision))
     return session_response(await context.find())
 
 
@@ -170,6 +189,9 @@ async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, A
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues bit-exactly."""
-    snapshot = await to_thread(context.engine.load_snapshot, name, context.owner)
-    future = context.engine.restore(snapshot, context.owner, body.name)
-    return session_response(await wrap_future(future), 201)
+    return session_response(await _restore(name, body.name, context), 201)
+
+
+async def _restore(label: str, name: str | None, context: RequestContext) -> SessionRecord:
+    snapshot = await to_thread(context.engine.load_snapshot, label, context.owner)
+    return await wrap_future(context.engine.restore(snapshot, context.owner, name))

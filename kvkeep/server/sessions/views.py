@@ -31,7 +31,7 @@ from kvkeep.session.streaming import CONTEXT_TOKENS, token_texts
 router = APIRouter()
 _MAX_PIECES = 4096  # tokens of one response
 _SESSION_FIELDS = (
-    *("name", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
+    *("name", "title", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
     *("resident", "saved_revision", "policy", "checkpoints"),
 )
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
@@ -48,7 +48,8 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     `bytes_by_part` says what cells, windows of local layers, states and checkpoints take,
     `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
     rewind by one token evaluates again. `residual_cells` are the cells, over all layers and KV
-    heads, that stand for evicted ones; they belong to no token. `last_prompt` says what of the
+    heads, that stand for evicted ones; they belong to no token. `heads` is the number of KV heads
+    of all layers, each of which holds `cells`. `last_prompt` says what of the
     session's last prompt was reused, moved or read again.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
@@ -100,6 +101,7 @@ async def heads(
 
 def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     session, entry, use = record.live, session_entry(record), record.live.memory_use
+    layout = session.cache.layout
     runs, start = list[dict[str, Any]](), 0
     for status, run in groupby(session.token_status):
         count = len(list(run))
@@ -119,6 +121,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
             "checkpoints": use.checkpoints,
         },
         "residual_cells": use.residual_cells,
+        "heads": layout.layers * layout.kv_heads,
         "rewind_evaluates": use.rewind_evaluates,
         "last_prompt": record.last_prompt,
         "runs": runs,
