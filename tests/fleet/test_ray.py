@@ -108,6 +108,31 @@ def test_requests_without_a_session_header_reach_the_server_with_the_prefix(
     assert len(servers) == 2, "conversations are spread"
 
 
+def test_a_changed_prompt_is_aligned_in_place_by_the_server_that_has_it(
+    running: tuple[str, str],
+) -> None:
+    """Without a header that names the server, for several chats; pins are listed by each."""
+    at, _ = running
+    with httpx.Client(base_url=at, timeout=PATIENCE) as http:
+        for chat in range(4):
+            for day in ("Monday", "Tuesday"):
+                system = f"Today is {day}. {STORY}"
+                messages = [{"role": "system", "content": system}]
+                messages.append({"role": "user", "content": f"Tell me about colour {chat}."})
+                body = {"messages": messages, "max_tokens": 1, "prompt_cache_key": f"chat-{chat}"}
+                body["alignment"] = {"mode": "in_place", "min_saved": 20}
+                answer = http.post("/v1/chat/completions", json=body).json()
+            report = answer["x_kvkeep"]
+            assert report["reuse"] == "in_place", report
+            assert report["moved"] > report["evaluated"]
+        deadline = time.monotonic() + PATIENCE
+        keys = set[str]()
+        while len(keys) < 4:  # each server lists its own, and soon those of others
+            assert time.monotonic() < deadline
+            keys = {pin["prompt_cache_key"] for pin in http.get("/v1/prefix/pins").json()["data"]}
+            keys = {key for key in keys if key and key.startswith("chat-")}
+
+
 def test_a_retry_continues_after_a_server_was_killed(
     running: tuple[str, str], smollm2: Model
 ) -> None:
