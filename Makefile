@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 READY := $(VENV)/.ready
 
-.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release install-size site lint types page install clean
+.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release audit install-size site lint types page install clean
 
 install: $(READY)
 
@@ -110,6 +110,15 @@ wheel: install
 release: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python tools/release.py
+
+# Static analysis, and published faults of the packages that kvkeep is tested with (needs a network).
+AUDIT := $(CURDIR)/build/audit
+
+audit:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet bandit pip-audit
+	$(AUDIT)/bin/bandit --quiet --recursive --configfile pyproject.toml kvkeep
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 # Seconds, megabytes and packages of an installation: the figures of docs/install.md.
 install-size:
