@@ -20,7 +20,10 @@ PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/mod
 ANY_ORIGIN = "*"
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _READ_ONLY_POST_PATHS = frozenset(("/v1/prefix/explain",))
-_CSP = b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+_CSP = (
+    b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    b"form-action 'none'"
+)
 _SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

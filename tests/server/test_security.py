@@ -1,6 +1,7 @@
 """Checks on every request: host, origin, size, key; and health."""
 
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,22 @@ def test_errors_have_the_form_of_the_paths_api(server: RunningServer) -> None:
         assert refused["error"]["type"] == "request_too_large"
         assert isinstance(refusal("/api/nothing", b"{")["error"], str)
         assert refusal("/v1/completions", b"{")["error"]["type"] == "invalid_request_error"
+
+
+def test_the_policy_of_the_web_ui_allows_its_own_files_alone(server: RunningServer) -> None:
+    """No script in the page itself, no other origins, forms and frames; errors have it, too."""
+    with server.client() as client:
+        page = client.get("/")
+        for response in (page, client.get("/page/main.js"), client.get("/nothing")):
+            header = response.headers["content-security-policy"]
+            policy = dict(part.split(maxsplit=1) for part in header.split("; "))
+            assert policy.pop("default-src") == "'self'"
+            assert set(policy) == {"object-src", "base-uri", "frame-ancestors", "form-action"}
+            assert set(policy.values()) == {"'none'"}
+            assert response.headers["x-content-type-options"] == "nosniff"
+    scripts = re.findall(r"<script[^>]*>([^<]*)", page.text)
+    assert scripts == [""], "the policy would stop script in the page"
+    assert not re.search(r"<[^>]+\s(on\w+|style)=", page.text)
 
 
 def test_a_validation_error_names_the_field(server: RunningServer) -> None:
