@@ -96,7 +96,7 @@ def passages(ids: Sequence[int], tokens: int, plan: Plan) -> list[tuple[list[int
 
 
 @torch.inference_mode()
-def _predict(session: Session, following: list[int]) -> tuple[Tensor, float]:
+def predict(session: Session, following: list[int]) -> tuple[Tensor, float]:
     """Return the predictions of the first tokens that follow, and the log-likelihood of all."""
     memory, parts, log_likelihood = session.core.memory.fork(), list[Tensor](), 0.0
     decoder, last_hidden = memory.decoder, memory.hidden
@@ -137,7 +137,7 @@ def measure(
     session = model.session(policy="full")
     session.feed(passage[0])
     following = passage[1]
-    full = _Prefilled(session, following, *_predict(session.fork(), following))
+    full = _Prefilled(session, following, *predict(session.fork(), following))
     for label, ratio in settings:
         if label == UNCOMPRESSED:
             yield (label, ratio), session.cache.cells, 0.0, full.log_likelihood
@@ -145,7 +145,7 @@ def measure(
         fork = session.fork()
         _compress(fork, label, ratio, seed, calibration)
         cells = fork.cache.cells
-        log_probs, log_likelihood = _predict(fork, following)
+        log_probs, log_likelihood = predict(fork, following)
         difference = full.log_probs.exp() * (full.log_probs - log_probs)
         yield (label, ratio), cells, float(difference.sum(-1).mean()), log_likelihood
 
