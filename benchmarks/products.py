@@ -1,10 +1,14 @@
-"""Speed of single matrix products with few rows, by format of the packed weights.
+"""Speed of single matrix products, by format of the packed weights.
 
     python -m benchmarks.products --rows 1 --rows 4
+    KVKEEP_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+      python -m benchmarks.products Q4_K Q8_0 --rows 512
     KVKEEP_ISA=avx2 KVKEEP_KERNELS=/tmp/before/kvkeep/compiled python -m benchmarks.products
 
-The second command measures kernels of another build with the same C interface. Several copies of a
-matrix are read in turn, so that they do not stay in the processor's caches.
+More than 16 rows, those of a prompt, are multiplied as integers by the kernels, and by the library
+as without them, in turn. The last command measures kernels of another build with the same C
+interface. Several copies of a matrix are read in turn, so that they do not stay in the processor's
+caches.
 """
 
 import dataclasses
@@ -24,9 +28,11 @@ from benchmarks.machine import describe_machine
 from benchmarks.random_gguf import random_blocks
 from kvkeep.compiled.binding import CMatrix, kernel_library, raise_for_status
 from kvkeep.compiled.instruction_sets import selected_set
+from kvkeep.compiled.matrices import MAX_KERNEL_ROWS, PackedLinear, shared_scratch
 from kvkeep.compiled.operands import matrix_operand
+from kvkeep.compiled.products import prompt_products
 from kvkeep.models.weights.formats import FORMATS
-from kvkeep.models.weights.packing import from_gguf, pack
+from kvkeep.models.weights.packing import PackedMatrix, as_tensor, from_gguf, pack
 from kvkeep.storage.files.atomic import write_json
 
 SHAPE = (8192, 2048)  # the largest matrix of Llama 3.2 1B
@@ -43,9 +49,25 @@ class Speed:
     gigabytes: float
 
 
+@dataclass(frozen=True)
+class PromptSpeed:
+    """Products with many rows, by the kernels as integers and by the library in `dtype`.
+
+    errors: of the results, which are rounded to bfloat16, relative to float64.
+    """
+
+    format: str
+    rows: int
+    dtype: str
+    integer_seconds: float
+    library_seconds: float
+    integer_error: float
+    library_error: float
+
+
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.argument("formats", nargs=-1)
-@click.option("--rows", "counts", multiple=True, default=(1, 4), type=click.IntRange(1, 16))
+@click.option("--rows", "counts", multiple=True, default=(1, 4), type=click.IntRange(1, 4096))
 @out_option
 def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> None:
     """Measure products of FORMATS (default: all)."""
@@ -61,18 +83,46 @@ def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> Non
         write_json(out, header | {"speeds": [dataclasses.asdict(each) for each in speeds]})
 
 
-def measure(name: str, counts: Sequence[int]) -> list[Speed]:
+def measure(name: str, counts: Sequence[int]) -> list[Speed | PromptSpeed]:
     blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
     matrix = pack(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
     matrices = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(MATRIX_COPIES)]
     copies = [matrix_operand(name, copy, SHAPE, None, round_weights=False) for copy in matrices]
-    speeds = list[Speed]()
+    speeds = list[Speed | PromptSpeed]()
     for count in counts:
+        if count > MAX_KERNEL_ROWS:
+            speeds.append(_measure_prompt(name, matrix, count))
+            continue
         seconds = _seconds(copies, count)
         speed = Speed(name, count, rounded(seconds), rounded(matrix.nbytes / seconds / 1e9))
         print(f"{name:<8}{count:>3} rows{seconds * 1e6:>9.0f} us{speed.gigabytes:>8.1f} GB/s")
         speeds.append(speed)
     return speeds
+
+
+def _measure_prompt(name: str, matrix: PackedMatrix, count: int) -> PromptSpeed:
+    kernels, dtype = kernel_library(), prompt_products().dtype
+    assert kernels is not None
+    operand = matrix_operand(name, matrix, SHAPE, None, round_weights=True)
+    ways = [PackedLinear(kernels, operand, None, matrix, dtype, each) for each in (True, False)]
+    x = torch.randn(count, SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = x.double() @ as_tensor(matrix, torch.float32).double().T
+    errors = [float((way(x).double() - expected).norm() / expected.norm()) for way in ways]
+    times: tuple[list[float], list[float]] = ([], [])
+    with shared_scratch():
+        for _ in range(ROUNDS):
+            for way, seconds in zip(ways, times, strict=True):
+                start = perf_counter()
+                way(x)
+                seconds.append(perf_counter() - start)
+    dtype_name = str(dtype).removeprefix("torch.")
+    speed = PromptSpeed(name, count, dtype_name, *map(rounded, [*map(median, times), *errors]))
+    print(
+        f"{name:<8}{count:>3} rows{speed.integer_seconds * 1e3:>8.1f} ms as integers (error "
+        f"{speed.integer_error:.2e}), {speed.library_seconds * 1e3:.1f} ms in {dtype_name} "
+        f"({speed.library_error:.2e}): {speed.library_seconds / speed.integer_seconds:.2f}x"
+    )
+    return speed
 
 
 def _seconds(copies: Sequence[CMatrix], count: int) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
-from kvkeep.compiled.products import prompt_dtype, unavailable_reason
+from kvkeep.compiled.products import prompt_products, unavailable_reason
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
@@ -61,7 +61,7 @@ class TorchFacts:
     capability: str  # its instruction set
     libraries: tuple[str, ...]  # for matrix products
     multiplies_bf16: bool | None  # oneDNN has bfloat16 products for this CPU; None without oneDNN
-    prompts: str  # the dtype in which prompts of a bfloat16 model are multiplied
+    prompts: str  # in which numbers prompts of a bfloat16 model are multiplied
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,11 @@ def _describe_torch() -> TorchFacts:
     if torch._C._has_mkldnn:
         multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     # Without kernels a prompt is multiplied in the dtype of the weights.
-    product_dtype = torch.bfloat16 if kernel_library() is None else prompt_dtype()
+    prompts = "bfloat16" if kernel_library() is None else str(prompt_products())
     return TorchFacts(
         version=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),
         libraries=tuple(name for name, present in libraries.items() if present),
         multiplies_bf16=multiplies_bf16,
-        prompts=str(product_dtype).removeprefix("torch."),
+        prompts=prompts,
     )

@@ -10,7 +10,7 @@ import torch
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import unsupported_reason
-from kvkeep.compiled.products import products_reason, prompt_dtype
+from kvkeep.compiled.products import products_reason, prompt_products
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import compute_path_of
 from kvkeep.loader import TRANSFORMERS_PREFIX
@@ -99,7 +99,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
         if weights != "bf16" and limitation:
             raise InvalidArgument(f'weights="{weights}" needs compiled kernels, which {limitation}')
-    product_dtype = str(prompt_dtype()).removeprefix("torch.") if uses_kernels else dtype
+    products_text = str(prompt_products()) if uses_kernels else dtype
     parameters = sum(map(prod, tensor_shapes(spec).values()))
     state_bytes = spec.states.nbytes(layout.dtype) if spec.states else 0
     sparse_layers = sum(map(spec.has_experts, range(spec.layers)))
@@ -139,7 +139,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         formats=dict(sorted(Counter(matrix_format for matrix_format, _ in matrices_read).items())),
         bytes_per_token=sum(nbytes for _, nbytes in matrices_read),
         decode=str(compute_path_of(spec, layout)),
-        prefill=f"torch in {product_dtype}",
+        prefill=f"torch in {products_text}",
         attention="compiled kernels" if uses_kernels else "torch",
         thousand_cells={
             f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes

@@ -264,6 +264,8 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
         return None
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CDecodeStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p, c_int32]
+    if multiplies_prompts(kernels):
+        kernels.kvkeep_prompt_product.argtypes = kernels.kvkeep_product.argtypes
     kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int32, c_int32, c_void_p, c_int32]
     kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
     kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p]
@@ -273,6 +275,11 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     kernels.kvkeep_state_chunk.argtypes = [POINTER(CStateChunk)]
     kernels.kvkeep_most_similar.argtypes = [POINTER(CSimilarity)]
     return kernels
+
+
+def multiplies_prompts(kernels: ctypes.CDLL) -> bool:
+    """Whether a library multiplies the rows of prompts; earlier builds of this interface do not."""
+    return hasattr(kernels, "kvkeep_prompt_product")
 
 
 def require_same_interface(kernels: ctypes.CDLL) -> None:

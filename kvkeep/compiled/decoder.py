@@ -17,7 +17,7 @@ from kvkeep.compiled.chunk import chunk_attention
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import shared_scratch
 from kvkeep.compiled.model import describe_model, kernel_groups
-from kvkeep.compiled.products import ProductExecutor, prompt_dtype, unavailable_reason
+from kvkeep.compiled.products import ProductExecutor, prompt_products, unavailable_reason
 from kvkeep.compiled.states import DecodedStates, output_width, unsupported_states
 from kvkeep.compiled.step import GroupShape, describe_step
 from kvkeep.errors import KernelMismatch
@@ -88,7 +88,8 @@ class CompiledExecutor(ProductExecutor):
     A prompt's tokens read the tensor if there is one, so that their cells are the same to rounding
     however the prompt is cut into steps. From a matrix without a tensor, up to `MAX_ROWS` tokens
     are multiplied as sampled ones are, and more of them by each weight rounded to bfloat16; routers
-    are not rounded. All tokens read the head as it is packed.
+    are not rounded, and integer products (`prompt_products`) round no weights. All tokens read the
+    head as it is packed.
 
     Raises KernelMismatch for weights that `spec` does not describe: the kernels check nothing.
     """
@@ -108,8 +109,8 @@ class CompiledExecutor(ProductExecutor):
         self._decode_model = describe_model(spec, self.operands, sampled=True)
         self._prompt_model = describe_model(spec, self.operands, sampled=False)
         self.name = f"compiled {selected_set().name}"
-        if prompt_dtype() is not torch.bfloat16:
-            self.name += ", prompts in float32"
+        if (products := prompt_products()).dtype is not torch.bfloat16:
+            self.name += f", prompts in {products}"
         # The seconds of decode steps in each of PHASES; None if they are not measured.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
 

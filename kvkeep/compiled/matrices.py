@@ -1,8 +1,9 @@
 """Products of a prompt's hidden states, one row for each token, with packed weight matrices.
 
-Each weight is rounded to bfloat16, whatever the size of the step. A kernel multiplies few rows;
-for many, the matrix is unpacked part by part and torch multiplies, in float32 on a processor
-without fast bfloat16 products. (Sampled tokens are multiplied by the weights as they are packed.)
+Where bfloat16 products are slow, a kernel multiplies rows as integers by the weights as they are
+packed, to the bits of a sampled token's products. Elsewhere each weight is rounded to bfloat16,
+whatever the size of the step: a kernel multiplies few rows; for many, the matrix is unpacked part
+by part and torch multiplies.
 """
 
 import ctypes
@@ -30,6 +31,7 @@ class PackedLinear:
 
     rows, columns: the shape of the matrix; it is stored in blocks of 16 rows. _matrix: points to
     `_weight`, and is marked as rounded. _bias: `[rows]` bfloat16. _dtype: of torch's products.
+    _integers: whether a packed matrix is multiplied as integers.
     """
 
     _kernels: ctypes.CDLL
@@ -37,9 +39,12 @@ class PackedLinear:
     _bias: Tensor | None
     _weight: Matrix  # keeps the matrix's storage alive
     _dtype: torch.dtype
+    _integers: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `[n, columns]` bfloat16."""
+        if self._integers and not isinstance(self._weight, Tensor):
+            return self._multiply_as_integers(x)
         has_few_rows = x.shape[0] <= MAX_KERNEL_ROWS
         return self._multiply_by_kernel(x) if has_few_rows else self._multiply_by_torch(x)
 
@@ -68,6 +73,14 @@ class PackedLinear:
         threads, multiply = torch.get_num_threads(), self._kernels.kvkeep_product
         raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads))
         return out.bfloat16()
+
+    def _multiply_as_integers(self, x: Tensor) -> Tensor:
+        matrix, x, n = self._matrix, x.contiguous(), x.shape[0]
+        x_address = address(x, "rows", torch.bfloat16, (n, matrix.columns))
+        out = torch.empty(n, matrix.rows, dtype=torch.bfloat16, device="cpu")
+        threads, multiply = torch.get_num_threads(), self._kernels.kvkeep_prompt_product
+        raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads))
+        return out
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]

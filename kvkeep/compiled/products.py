@@ -4,13 +4,19 @@ It serves models with layers that the kernels do not compute. Weights are read a
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.compiled.binding import CMatrix, kernel_library, raise_for_status
+from kvkeep.compiled.binding import (
+    CMatrix,
+    kernel_library,
+    multiplies_prompts,
+    raise_for_status,
+)
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
@@ -23,6 +29,9 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP_COLUMNS
 from kvkeep.models.weights.packing import Matrix, as_tensor
 from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrices
+
+# Sets whose integer products were measured to be faster than the library's in float32.
+_INTEGER_SETS = ("avx512bf16", "avx2")
 
 
 def products_reason(spec: ModelSpec, layout: Layout) -> str:
@@ -52,9 +61,29 @@ def unavailable_reason() -> str:
     return selected.torch_reason or "were built from the sources of another kvkeep version"
 
 
-def prompt_dtype() -> torch.dtype:
-    """Return the dtype of torch's products for prompts of bfloat16 models."""
-    return torch.bfloat16 if has_fast_bf16() else torch.float32
+@dataclass(frozen=True)
+class PromptProducts:
+    """How prompts of bfloat16 models are multiplied by the library and by the kernels.
+
+    dtype: of the library's products. integers: whether the kernels multiply packed matrices, as
+    integers, which they do where that is faster than the library in float32.
+    """
+
+    dtype: torch.dtype
+    integers: bool
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}, packed weights as integers" if self.integers else name
+
+
+def prompt_products() -> PromptProducts:
+    """Return how prompts are multiplied on this processor by the selected instruction set."""
+    if has_fast_bf16():
+        return PromptProducts(torch.bfloat16, integers=False)
+    kernels = kernel_library() if selected_set().name in _INTEGER_SETS else None
+    integers = kernels is not None and multiplies_prompts(kernels)
+    return PromptProducts(torch.float32, integers)
 
 
 class ProductExecutor:
@@ -63,7 +92,8 @@ class ProductExecutor:
     tensors: bfloat16 weights by name. packed: matrices by name that are not among them.
 
     A matrix without a tensor is read as it is packed, each weight rounded to bfloat16; routers are
-    not rounded. All tokens read the head as it is packed.
+    not rounded, and integer products (`prompt_products`) round no weights. All tokens read the head
+    as it is packed.
 
     Raises KernelMismatch for weights that `spec` does not describe: the kernels check nothing.
     """
@@ -78,10 +108,10 @@ class ProductExecutor:
         kernels = kernel_library()
         assert kernels is not None, "the reason against this executor must be empty"
         self.kernels = kernels
-        self._product_dtype = prompt_dtype()
+        self._products = prompt_products()
         self.name = f"torch, products by {selected_set().name}"
-        if self._product_dtype is not torch.bfloat16:
-            self.name += " in float32"
+        if self._products.dtype is not torch.bfloat16:
+            self.name += f" in {self._products}"
         self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
         self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
 
@@ -104,7 +134,7 @@ class ProductExecutor:
         """
         tensors = self.operands.tensors
         names = [name for name in self.operands.shapes if name not in tensors]
-        if self._product_dtype is not torch.bfloat16:
+        if self._products.dtype is not torch.bfloat16:
             layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
             names += [x for x in layer_matrices if x in tensors and not is_router(x)]
         return names
@@ -121,7 +151,8 @@ class ProductExecutor:
         bias = self.operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self.operands.weight(name, sampled=False)
         matrix = self.operands.describe_matrix(name, sampled=False, rounded=True)
-        return PackedLinear(self.kernels, matrix, bias, weight, self._product_dtype)
+        dtype, integers = self._products.dtype, self._products.integers
+        return PackedLinear(self.kernels, matrix, bias, weight, dtype, integers)
 
     def matrix_bytes(self) -> dict[str, int]:
         """Return the size in bytes of each matrix that a sampled token reads, by name."""

@@ -38,6 +38,16 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     return out
 
 
+def many_rows(matrix: CMatrix, x: Tensor, threads: int) -> Tensor:
+    kernels = kernel_library()
+    assert kernels is not None
+    out = torch.full((x.shape[0], matrix.rows), torch.nan, dtype=torch.bfloat16)
+    raise_for_status(
+        kernels.kvkeep_prompt_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads)
+    )
+    return out
+
+
 @dataclass
 class MatrixCase:
     """A matrix operand. values: of weight, float32."""
@@ -50,11 +60,11 @@ class MatrixCase:
         bias = None if self.bias is None else self.bias.data_ptr()
         return matrix_operand("matrix", self.weight, tuple(self.values.shape), bias, rounded)
 
-    def linear(self, dtype: torch.dtype = torch.bfloat16) -> PackedLinear:
+    def linear(self, dtype: torch.dtype = torch.bfloat16, integers: bool = False) -> PackedLinear:
         kernels = kernel_library()
         assert kernels is not None
         bias = None if self.bias is None else self.bias[: len(self.values)]
-        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype)
+        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype, integers)
 
 
 def make_matrix(
@@ -76,12 +86,16 @@ def inputs(count: int, columns: int) -> Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).bfloat16()
 
 
-def rounded_rows(x: Tensor, kind: str | torch.dtype) -> Tensor:
-    """Round rows to integers as products with packed weights do, float64: see src/integers.h."""
-    of_floats = isinstance(kind, torch.dtype) or (
+def multiplies_as_floats(kind: str | torch.dtype) -> bool:
+    """Whether few rows are multiplied with a format of weights as floats, not as integers."""
+    return isinstance(kind, torch.dtype) or (
         kind.startswith("IQ4") and selected_set().name != "avx512bf16"
     )
-    if of_floats:
+
+
+def rounded_rows(x: Tensor, kind: str | torch.dtype) -> Tensor:
+    """Round rows to integers as products with packed weights do, float64: see src/integers.h."""
+    if multiplies_as_floats(kind):
         return x.double()
     groups = x.double().unflatten(1, (-1, 32))
     exponent = groups.abs().amax(-1, keepdim=True).log2().floor()
@@ -184,6 +198,40 @@ def test_many_rows_are_multiplied_by_torch(
         assert (
             (actual.double() - expected[:count]).abs() <= 2**-8 * (0.1 + expected[:count].abs())
         ).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_many_rows_as_integers_have_the_bits_of_few(kind: str) -> None:
+    # Blocks and panels with a rest, and more rows than are multiplied at a time.
+    for size, count in (((50, 64), 1), ((1, 32), 17), ((264, 1312), 40), ((17, 512), 300)):
+        one = make_matrix(kind, size, torch.randn(size[0] + 16).bfloat16())
+        linear, x = one.linear(integers=True), inputs(count, one.values.shape[1])
+        few = product(one.matrix(), x)
+        actual = many_rows(one.matrix(), x, threads=3)
+        if multiplies_as_floats(kind):
+            size = x.float().abs() @ one.values.abs().T
+            assert ((actual.float() - few).abs() <= 2**-8 * few.abs() + 1e-4 * (1 + size)).all()
+        else:
+            assert torch.equal(actual, few.bfloat16())
+        assert torch.equal(linear(x[: count // 2]), actual[: count // 2])
+        x[count // 2, 5] = torch.inf
+        with_others = linear(x)
+        assert with_others[count // 2].isnan().all()
+        rest = torch.arange(count) != count // 2
+        assert torch.equal(with_others[rest], actual[rest])
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "IQ4_NL"])
+def test_products_as_integers_are_nearer_than_those_of_rounded_weights(kind: str) -> None:
+    one = make_matrix(kind, (64, 2048))
+    x = inputs(64, one.values.shape[1])
+    expected = x.double() @ one.values.double().T
+
+    def error(linear: PackedLinear) -> float:
+        return float((linear(x).double() - expected).norm() / expected.norm())
+
+    # Half of a step of bfloat16, uniformly: what rounding the result alone costs.
+    assert error(one.linear(integers=True)) < 0.0017 < error(one.linear())
 
 
 @pytest.mark.parametrize("row", [0, 17, 49])

@@ -10,6 +10,7 @@ from torch import Tensor
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
 from kvkeep.compiled.binding import kernel_library
+from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.evaluate.perplexity import perplexity_points
 from kvkeep.executors import new_decoder
@@ -172,6 +173,23 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
         assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
     for one, other in zip(*actual, strict=True):
         assert relative_distance(one.float(), other.float()) <= ROUNDED
+
+
+def test_a_prompt_as_integers_is_that_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fast bfloat16 products, a prompt's weights are not rounded either."""
+    monkeypatch.setattr("kvkeep.compiled.products.has_fast_bf16", lambda: False)
+    monkeypatch.setattr("kvkeep.compiled.products._INTEGER_SETS", (selected_set().name,))
+    tensors = {k: v for k, v in PACKED.decoder.tensors.items() if k not in PACKED.decoder.packed}
+    decoder = new_decoder(PACKED.spec, tensors, PACKED.decoder.packed)
+    model = Model(PACKED.name, PACKED.folder, decoder, PACKED.text)
+    assert decoder.executor.name.endswith("packed weights as integers")
+    session, one_by_one = model.session(), model.session()
+    session.feed(PROMPT)
+    one_by_one.score(PROMPT, written=True)
+    assert relative_distance(last(session), last(one_by_one)) <= ROUNDED
+    again = model.session(prefill_step=20)
+    again.feed(PROMPT)
+    assert relative_distance(last(again), last(session)) <= ROUNDED
 
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:

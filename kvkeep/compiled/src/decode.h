@@ -196,6 +196,12 @@ int kvkeep_decode(const kvkeep::Model* model, const kvkeep::DecodeStep* step);
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads);
 
+// Multiply the rows of a prompt by a packed matrix, whose weights are not rounded. x: [count,
+// columns of the matrix]. out: [count, rows of the matrix]. Returns a Status: kNoKernel for dense
+// matrices.
+int kvkeep_prompt_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count,
+                          kvkeep::Bf16* out, int threads);
+
 // Unpack blocks of 16 rows to bf16, beginning with block `first`. out: [rows, columns], without the
 // rows past the matrix's end. Returns a Status.
 int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,

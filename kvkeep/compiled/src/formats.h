@@ -54,8 +54,9 @@ KVKEEP_INLINE void unroll(Each each, std::integer_sequence<int, n...>) {
   (each(std::integral_constant<int, n>{}), ...);
 }
 
-// Codes: `pair<p>(data)` returns columns 2 p and 2 p + 1 of 16 rows as bf16. Integer codes run from
-// kLowest to kLowest + kRange in steps of kStep; see integers.h.
+// Codes: `pair<p>(data)` returns columns 2 p and 2 p + 1 of 16 rows as bf16, and `halves<p>(data)`
+// as integers of 16 bits in steps of kStep. Integer codes run from kLowest to kLowest + kRange; see
+// integers.h.
 
 // The word whose 16-bit halves have the lower four bits of pair p's codes as their lowest bits.
 template <int p>
@@ -80,6 +81,15 @@ Ints shift_plane(const char* plane) {
   return shift_halves_right<kPlaneBit<p, kBits> - 4>(load_ints(plane));
 }
 
+// A pair of bf16 as integers of 16 bits in steps of kStep.
+template <typename Codes, int p>
+Ints pair_halves(const char* data) {
+  const Bf16Pairs pair = Codes::template pair<p>(data);
+  const Floats factor = splat(1 / Codes::kStep);
+  return (to_ints(evens(pair) * factor) & splat_int(0xffff)) |
+         shift_left<16>(to_ints(odds(pair) * factor));
+}
+
 template <typename Numbers>
 struct Codes4 {
   static constexpr int kBytes = 256, kBits = 4;
@@ -94,6 +104,10 @@ template <int kLowestCode>
 struct LinearCodes4 : Codes4<LinearCodebook<kLowestCode, 4>> {
   static constexpr int kLowest = kLowestCode, kRange = 15;
   static constexpr float kStep = 1;
+  template <int p>
+  static Ints halves(const char* data) {
+    return add_halves(nibble_word<p>(data) & splat_int(0x000f000f), kLowest);
+  }
   template <int n>
   static Ints bytes(const char* data) {
     return nibbles<n>(data);
@@ -103,6 +117,10 @@ struct LinearCodes4 : Codes4<LinearCodebook<kLowestCode, 4>> {
 struct Iq4Codes : Codes4<Iq4Codebook> {
   static constexpr int kLowest = -127, kRange = 240;
   static constexpr float kStep = 1;
+  template <int p>
+  static Ints halves(const char* data) {
+    return pair_halves<Iq4Codes, p>(data);
+  }
   template <int n>
   static Ints bytes(const char* data) {
     alignas(16) static constexpr std::uint8_t kPlaces[16] = {
@@ -114,6 +132,10 @@ struct Iq4Codes : Codes4<Iq4Codebook> {
 struct E2m1Codes : Codes4<E2m1Codebook> {
   static constexpr int kLowest = -12, kRange = 24;
   static constexpr float kStep = .5f;
+  template <int p>
+  static Ints halves(const char* data) {
+    return pair_halves<E2m1Codes, p>(data);
+  }
   template <int n>
   static Ints bytes(const char* data) {
     alignas(16) static constexpr std::uint8_t kPlaces[16] = {12, 13, 14, 15, 16, 18, 20, 24,
@@ -129,12 +151,22 @@ struct Codes5 {
   static constexpr LinearCodebook<kLowestCode, 5> kCodebook{};
   template <int p>
   static Bf16Pairs pair(const char* data) {
-    return kCodebook(merge_nibbles(nibble_word<p>(data), shift_plane<p, 1>(data + 256)));
+    return kCodebook(word<p>(data));
+  }
+  template <int p>
+  static Ints halves(const char* data) {
+    return add_halves(word<p>(data) & splat_int(0x001f001f), kLowest);
   }
   template <int n>
   static Ints bytes(const char* data) {
     const Ints high = shift_plane<4 * (n / 2) + n % 2, 1>(data + 256);
     return nibbles<n>(data) | (high & splat_int(0x10101010));
+  }
+
+ private:
+  template <int p>
+  static Ints word(const char* data) {
+    return merge_nibbles(nibble_word<p>(data), shift_plane<p, 1>(data + 256));
   }
 };
 
@@ -144,13 +176,23 @@ struct Codes6 {
   static constexpr LinearCodebook<-32, 6> kCodebook{};
   template <int p>
   static Bf16Pairs pair(const char* data) {
-    const Ints high = shift_plane<p % 8, 2>(data + 256 + 64 * (p / 8));
-    return kCodebook(merge_nibbles(nibble_word<p>(data), high));
+    return kCodebook(word<p>(data));
+  }
+  template <int p>
+  static Ints halves(const char* data) {
+    return add_halves(word<p>(data) & splat_int(0x003f003f), kLowest);
   }
   template <int n>
   static Ints bytes(const char* data) {
     const Ints high = shift_plane<4 * (n / 2) % 8 + n % 2, 2>(data + 256 + 64 * (n / 4));
     return nibbles<n>(data) | (high & splat_int(0x30303030));
+  }
+
+ private:
+  template <int p>
+  static Ints word(const char* data) {
+    const Ints high = shift_plane<p % 8, 2>(data + 256 + 64 * (p / 8));
+    return merge_nibbles(nibble_word<p>(data), high);
   }
 };
 

@@ -18,6 +18,7 @@ struct Mask {  // all bits of a lane, or none
 constexpr int kAccumulators = 6;  // Floats that fit in registers as accumulators
 constexpr int kRowTile = 3;       // input rows multiplied at a time with a block of packed weights
 constexpr int kIntegerRowTile = 2;  // the same, for rows as integers
+constexpr int kPromptTile = 3;      // the same, for rows of prompts
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
@@ -209,6 +210,12 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits < 0)
     return {_mm256_slli_epi16(x.low, -kBits), _mm256_slli_epi16(x.high, -kBits)};
   return x;
+}
+
+// Add a number to each 16-bit half.
+KVKEEP_INLINE Ints add_halves(Ints x, int number) {
+  const __m256i each = _mm256_set1_epi16(static_cast<short>(number));
+  return {_mm256_add_epi16(x.low, each), _mm256_add_epi16(x.high, each)};
 }
 
 // The lowest four bits of each 16-bit half from `low`, the other bits from `others`.

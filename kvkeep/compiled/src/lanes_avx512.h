@@ -12,6 +12,7 @@ using Mask = __mmask16;
 constexpr int kAccumulators = 24;  // Floats that fit in registers as accumulators
 constexpr int kRowTile = 8;        // input rows multiplied at a time with a block of packed weights
 constexpr int kIntegerRowTile = 8;  // the same, for rows as integers
+constexpr int kPromptTile = 12;     // the same, for rows of prompts
 
 // Every lane selected. GCC's unmasked intrinsics pass an uninitialised register as the source of
 // the lanes that are not selected, and its warnings then name that register. The zero-masked forms
@@ -143,6 +144,11 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0) return _mm512_maskz_srli_epi16(kAll32, x, kBits);
   if constexpr (kBits < 0) return _mm512_maskz_slli_epi16(kAll32, x, -kBits);
   return x;
+}
+
+// Add a number to each 16-bit half.
+KVKEEP_INLINE Ints add_halves(Ints x, int number) {
+  return _mm512_add_epi16(x, _mm512_set1_epi16(static_cast<short>(number)));
 }
 
 // The lowest four bits of each 16-bit half from `low`, the other bits from `others`.

@@ -18,6 +18,7 @@ struct Mask {  // all bits of a lane, or none
 constexpr int kAccumulators = 6;  // Floats that fit in registers as accumulators
 constexpr int kRowTile = 2;       // input rows multiplied at a time with a block of packed weights
 constexpr int kIntegerRowTile = 1;  // the same, for rows as integers
+constexpr int kPromptTile = 4;      // the same, for rows of prompts
 
 KVKEEP_INLINE void prefetch(const void* x) { __builtin_prefetch(x); }
 KVKEEP_INLINE bool prefetches_to_second_cache() { return false; }
@@ -251,6 +252,13 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
     return map_registers<Ints>([](auto x) { return as_lanes(vshlq_n_u16(as_halves(x), -kBits)); },
                                x);
   return x;
+}
+
+// Add a number to each 16-bit half.
+KVKEEP_INLINE Ints add_halves(Ints x, int number) {
+  const uint16x8_t each = vdupq_n_u16(static_cast<std::uint16_t>(number));
+  return map_registers<Ints>(
+      [=](auto x) { return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(x), each)); }, x);
 }
 
 // The lowest four bits of each 16-bit half from `low`, the other bits from `others`.

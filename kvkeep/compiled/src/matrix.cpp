@@ -5,6 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "packed_block.h"
+
 namespace kvkeep {
 namespace {
 
@@ -20,30 +22,6 @@ KVKEEP_INLINE void prefetch_weights(const char* x) {
   else
     prefetch(x);
 }
-
-// Where a block of a packed matrix begins.
-template <typename F>
-struct BlockPointers {
-  const char* data;
-  const char* scales;
-
-  BlockPointers(const Matrix& matrix, int block)
-      : data(static_cast<const char*>(matrix.data) +
-             static_cast<std::ptrdiff_t>(block) * (matrix.columns / kGroup) * F::Codes::kBytes),
-        scales(static_cast<const char*>(matrix.scales) +
-               static_cast<std::ptrdiff_t>(block) * (matrix.columns / F::Scales::kTileColumns) *
-                   F::Scales::kTileBytes) {}
-
-  // A group's codes, the tile that it is in, and its index within that tile.
-  const char* codes(int group) const {
-    return data + static_cast<std::ptrdiff_t>(group) * F::Codes::kBytes;
-  }
-  const char* tile(int group) const {
-    return scales + static_cast<std::ptrdiff_t>(group * kGroup / F::Scales::kTileColumns) *
-                        F::Scales::kTileBytes;
-  }
-  static int group_in_tile(int group) { return group % (F::Scales::kTileColumns / kGroup); }
-};
 
 template <typename F, int kCount>
 void dot_packed(const Matrix& matrix, int block, const ActivationRows& input, int first,
