@@ -1,0 +1,135 @@
+"""Simulated users of a server with faults: is anything lost, doubled, mixed up or inexact?
+
+    python -m benchmarks.soak_faults --operations 5000 --out soak-faults.json
+
+Users with two keys create, feed, edit, fork, save and delete sessions, and know after each change
+what a session must hold. A seeded schedule kills, restarts and stops the server, fills its disk,
+makes its store read-only and moves its clock (by libfaketime, `--clock-library`). The command ends
+at the first violation, with the seed and the operation.
+"""
+
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.machine import describe_machine
+from benchmarks.soak_faults.faults import KEYS, FaultyServer, schedule
+from benchmarks.soak_faults.records import Record, UserSession, replay_changes
+from benchmarks.soak_faults.users import User
+from kvkeep import Model, Sampling, Snapshot, load_model
+from kvkeep.errors import KvkeepError, StoreError
+from kvkeep.models.hub.source import resolve
+from kvkeep.storage.files.atomic import write_json
+
+
+class Replayer:
+    """Compares saved sessions with sessions of this process that make the same changes."""
+
+    def __init__(self, model: Model, store: Path) -> None:
+        self._model, self._store, self._lock = model, store, threading.Lock()
+
+    def __call__(self, held: UserSession) -> str | None:
+        """Return the difference of a saved session from its replay; None if all bits are equal."""
+        with self._lock:
+            session = self._model.session(512, policy=held.policy)  # type: ignore[arg-type]
+            replay_changes(session, held.points, Sampling())
+            expected = held.points[-1].tokens
+            if tuple(session.tokens) != expected:
+                return f"the replay has tokens {session.tokens}; expected {expected}"
+            saved = self._saved(expected)
+            if saved is None:
+                return f"{self._store} has no file of the saved session {held.name}"
+            logits, saved_logits = session.logits, saved.logits
+            assert logits is not None
+            if saved_logits is None or not torch.equal(saved_logits, logits):
+                return "its saved logits differ from the replay's"
+            return None
+
+    def _saved(self, tokens: tuple[int, ...]) -> Snapshot | None:
+        for path in self._store.rglob("*.kvkeep"):
+            try:
+                snapshot = Snapshot.load(path)
+            except (StoreError, FileNotFoundError):
+                continue  # deleted meanwhile
+            if tuple(snapshot.tokens.tolist()) == tokens:
+                return snapshot
+        return None
+
+
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.option("--operations", default=5000, type=click.IntRange(1), help="Operations in all.")
+@click.option("--users", default=6, type=click.IntRange(1), help="Users at the same time.")
+@click.option("--fault-every", default=60, type=click.IntRange(2), help="Operations per fault.")
+@click.option("--seed", default=1, help="Of the schedule of faults.")
+@click.option(
+    "--clock-library",
+    metavar="FILE.so",
+    type=click.Path(exists=True, path_type=Path),
+    help="libfaketimeMT.so.1, to move the server's clock.",
+)
+@model_option
+@out_option
+def soak_faults(
+    operations: int,
+    users: int,
+    fault_every: int,
+    seed: int,
+    clock_library: Path | None,
+    name: str,
+    out: Path | None,
+) -> None:
+    """Let users work on a server with faults; check what every session holds."""
+    check_outputs(out)
+    model, folder = load_model(name), Path(tempfile.mkdtemp(prefix="kvkeep-faults-"))
+    server, record = (
+        FaultyServer(folder, str(resolve(name, progress=True)), clock_library),
+        Record(operations),
+    )
+    replayer, resident = Replayer(model, server.store), list[int]()
+    threads = [User(n, KEYS[n % 2], server, record, replayer) for n in range(users)]
+    for thread in threads:
+        thread.start()
+    faults = schedule(seed, operations, fault_every)
+    applied: dict[str, int] = {}
+    try:
+        for fault in faults:
+            while record.total < fault.at and not record.is_over:
+                time.sleep(0.05)
+            if record.is_over:
+                break
+            click.echo(f"{record.total:,} operations; {fault.kind}", err=True)
+            resident.append(server.look())
+            server.apply(fault)
+            applied[fault.kind] = applied.get(fault.kind, 0) + 1
+        for thread in threads:
+            thread.join()
+    finally:
+        status = server.close()
+    result = {
+        "operations": record.done,
+        "faults": {k: n for k, n in applied.items() if k not in server.skipped},
+        "skipped": sorted(server.skipped),
+        "violations": record.violations,
+        "went_back_after_kill": record.lost,
+        "unanswered": record.unanswered,
+        "replayed": record.replayed,
+        "resident": resident,
+    }
+    settings = {"model": Path(name).name, "users": users, "seed": seed, "every": fault_every}
+    write_json(out, {"machine": asdict(describe_machine()), "settings": settings, **result})
+    for key, value in result.items():
+        click.echo(f"{key:<22}{value if key != 'resident' else [n // 2**20 for n in resident]}")
+    if record.violations or status:
+        raise KvkeepError(f"{folder} has the server's log; {status=}; {record.violations[:1]}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    soak_faults()

@@ -1,0 +1,91 @@
+"""The states of users' sessions as the users know them, and the results of all users."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An operation with its arguments, as a replay repeats it."""
+
+    kind: str
+    start: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class SessionPoint:
+    """A state that a session was in: its tokens and revision, after a change."""
+
+    tokens: Tokens
+    revision: int
+    change: Change
+
+
+@dataclass
+class UserSession:
+    """A session as its user knows it.
+
+    points: from the first. saved: index of the newest that is on disk for certain; -1 for none.
+    generation: of the server when the newest point was seen.
+    """
+
+    name: str
+    word: str
+    policy: str
+    points: list[SessionPoint]
+    generation: int
+    saved: int = -1
+
+
+@dataclass
+class Record:
+    """The results of all users together."""
+
+    target: int
+    done: dict[str, int] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    lost: int = 0
+    unanswered: int = 0
+    replayed: int = 0
+    words: dict[str, str] = field(default_factory=dict)  # by word, the owner's key
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def total(self) -> int:
+        return sum(self.done.values())
+
+    @property
+    def is_over(self) -> bool:
+        return self.total >= self.target or bool(self.violations)
+
+    def count(self, kind: str) -> None:
+        with self.lock:
+            self.done[kind] = self.done.get(kind, 0) + 1
+
+
+def replay_changes(session: Any, points: Sequence[SessionPoint], sampling: Any) -> None:
+    """Repeat the changes of a session's points in a session of this process."""
+    before: Tokens = ()
+    for point in points:
+        change, tokens = point.change, point.tokens
+        match change.kind:
+            case "feed":
+                session.feed(list(tokens[len(before) :]))
+            case "generate":
+                for _ in range(change.end):
+                    session.next_token(sampling)
+            case "delete":
+                session.delete(change.start, change.end)
+            case "insert":
+                added = len(tokens) - len(before)
+                session.insert(change.start, list(tokens[change.start : change.start + added]))
+            case "rewind":
+                session.rewind(change.end)
+            case "pin":
+                session.pin(change.start, change.end)
+        before = tokens

@@ -1,0 +1,333 @@
+"""Simulated users: each knows what its sessions must hold, and checks it after every change.
+
+After a kill a session may be at any state since the last acknowledged save, never before it. After
+any other fault it must be at its newest state. A change whose response was lost is made or not.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from benchmarks.soak_faults.faults import FaultyServer
+from benchmarks.soak_faults.records import (
+    Change,
+    Record,
+    SessionPoint,
+    Tokens,
+    UserSession,
+)
+from kvkeep import Client
+from kvkeep.errors import (
+    Busy,
+    InvalidArgument,
+    KvkeepError,
+    NoRoom,
+    NoSuchSession,
+    WrongRevision,
+)
+
+Check = Callable[[Tokens, Tokens], bool]
+PIECES = (
+    "The cache holds {} cells of the window. ",
+    "def {}(key, value): return key @ value\n",
+    "Error: {} was not found; expected a number, found nothing. ",
+)
+MAX_TOKENS = 250  # of a session, before it is deleted
+
+
+class User(threading.Thread):
+    """One user with one key, who makes one change after another until the record is full.
+
+    replay: compares a session with a lone replay of its changes; called with one that was saved.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        server: FaultyServer,
+        record: Record,
+        replay: Callable[[UserSession], str | None],
+    ) -> None:
+        super().__init__(name=f"user {number}", daemon=True)
+        self.key, self.server, self.record, self.replay = key, server, record, replay
+        self.rng = random.Random(number)
+        self.number, self.made = number, 0
+        self.sessions = list[UserSession]()
+        self.client = Client(server.url, key)
+
+    def run(self) -> None:
+        try:
+            while not self.record.is_over:
+                self._operate()
+        except Exception as error:
+            self._violation(f"{type(error).__name__}: {error}")
+            raise
+
+    def _operate(self) -> None:
+        if not self.sessions or (len(self.sessions) < 3 and self.rng.random() < 0.1):
+            self._create()
+            return
+        held = self.rng.choice(self.sessions)
+        if len(held.points[-1].tokens) > MAX_TOKENS:
+            self._finish(held)
+            return
+        kinds = (self._feed, self._generate, self._cut, self._insert, self._rewind, self._pin)
+        others = (self._save, self._fork, self._read_again)
+        self.rng.choice((*kinds, *kinds, *others))(held)
+
+    # Changes
+
+    def _feed(self, held: UserSession) -> None:
+        text = self._piece(held)
+        self._change(
+            held,
+            Change("feed"),
+            lambda revision: self._remote(held).feed(text, revision=revision),
+            lambda old, new: len(new) > len(old) and new[: len(old)] == old,
+        )
+
+    def _generate(self, held: UserSession) -> None:
+        count = self.rng.randrange(1, 6)
+        fields = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+        self._change(
+            held,
+            Change("generate", end=count),
+            lambda revision: self._remote(held).generate(
+                revision=revision, repetition_penalty=1.0, **fields
+            ),
+            lambda old, new: len(new) == len(old) + count and new[: len(old)] == old,
+        )
+
+    def _cut(self, held: UserSession) -> None:
+        total = len(held.points[-1].tokens)
+        if total < 40:
+            return
+        start = self.rng.randrange(8, total - 20)
+        end = start + self.rng.randrange(1, 8)
+        self._change(
+            held,
+            Change("delete", start, end),
+            lambda revision: self._remote(held).delete(start, end, revision=revision),
+            lambda old, new: new == old[:start] + old[end:],
+        )
+
+    def _insert(self, held: UserSession) -> None:
+        total, text = len(held.points[-1].tokens), self._piece(held)
+        if total < 40:
+            return
+        at = self.rng.randrange(8, total - 10)
+        self._change(
+            held,
+            Change("insert", at),
+            lambda revision: self._remote(held).insert(at, text, revision=revision),
+            lambda old, new: (
+                len(new) > len(old) and new[:at] == old[:at] and new[at - len(old) :] == old[at:]
+            ),
+        )
+
+    def _rewind(self, held: UserSession) -> None:
+        count = self.rng.randrange(1, 4)
+        if len(held.points[-1].tokens) < 40:
+            return
+        self._change(
+            held,
+            Change("rewind", end=count),
+            lambda revision: self._remote(held).rewind(count, revision=revision),
+            lambda old, new: new == old[:-count],
+        )
+
+    def _pin(self, held: UserSession) -> None:
+        if len(held.points[-1].tokens) < 40 or any(p.change.kind == "pin" for p in held.points):
+            return
+        start = self.rng.randrange(8, len(held.points[-1].tokens) - 10)
+        self._change(
+            held,
+            Change("pin", start, start + 4),
+            lambda revision: self._remote(held).pin(start, start + 4, revision=revision),
+            lambda old, new: new == old,
+        )
+
+    def _change(
+        self, held: UserSession, change: Change, call: Callable[[int], Any], check: Check
+    ) -> None:
+        """Make a change, and check what the session holds after it."""
+        pending = None
+        try:
+            call(held.points[-1].revision)
+        except (Busy, NoRoom):
+            return
+        except InvalidArgument as error:
+            if not isinstance(error, NoSuchSession):
+                self._violation(f"{held.name}: {change} was refused: {error}")
+                return
+            pending = check
+        except (WrongRevision, KvkeepError):
+            pending = check
+        self.record.count(change.kind)
+        self._compare(held, change, check, is_certain=pending is None)
+
+    def _compare(self, held: UserSession, change: Change, check: Check, is_certain: bool) -> None:
+        """Compare a session with what its user knows.
+
+        is_certain: whether the server has acknowledged the change.
+        """
+        found, generation = self._read(held.name)
+        newest = held.points[-1]
+        if found is not None:
+            self._check_words(held, found)
+            tokens, revision = found["tokens"], found["revision"]
+            if check(newest.tokens, tokens) and revision > newest.revision:
+                held.points.append(SessionPoint(tokens, revision, change))
+                held.generation = generation
+                return
+        if not is_certain:
+            self.record.unanswered += 1
+            if found is not None and tokens == newest.tokens:
+                held.generation = generation
+                return
+        if generation > held.generation:
+            self._go_back(held, found, generation)
+            return
+        self._violation(f"{held.name}: {change} of {newest} gave {found}")
+
+    def _go_back(self, held: UserSession, found: dict[str, Any] | None, generation: int) -> None:
+        """Accept the state after a kill, if it is none from before the last save."""
+        self.record.lost += 1
+        held.generation = generation
+        if found is None:
+            if held.saved >= 0:
+                self._violation(f"{held.name}: lost, although it was saved")
+            self.sessions.remove(held)
+            return
+        for index in range(len(held.points) - 1, max(held.saved, 0) - 1, -1):
+            if held.points[index].tokens == found["tokens"]:
+                del held.points[index + 1 :]
+                point = held.points[index]
+                held.points[index] = SessionPoint(point.tokens, found["revision"], point.change)
+                held.saved = index
+                return
+        self._violation(f"{held.name}: after a kill {found}, saved was {held.points[held.saved :]}")
+
+    # Sessions
+
+    def _create(self) -> None:
+        self.made += 1
+        name = f"u{self.number}-{self.made}"
+        word = "".join(self.rng.choice("bcdfghjklmnpqrstvwxz") for _ in range(10))
+        with self.record.lock:
+            self.record.words[word] = self.key
+        policy = self.rng.choice(("full", "sliding"))
+        try:
+            remote = self.client.create(name, policy=policy)
+            remote.feed(f"{word}. " + " ".join(f"{word} is {n}." for n in range(4)))
+        except KvkeepError:
+            pass
+        found, generation = self._read(name)
+        self.record.count("create")
+        if found is None or not found["tokens"]:
+            return
+        point = SessionPoint(found["tokens"], found["revision"], Change("feed"))
+        self.sessions.append(UserSession(name, word, policy, [point], generation))
+
+    def _save(self, held: UserSession) -> bool:
+        index, generation = len(held.points) - 1, self.server.generation
+        try:
+            self._remote(held).save(revision=held.points[-1].revision)
+        except KvkeepError:
+            self._read_again(held)
+            return False
+        self.record.count("save")
+        if held.generation == generation == self.server.generation:
+            held.saved = index
+        else:
+            self._read_again(held)
+        return held.saved == index
+
+    def _fork(self, held: UserSession) -> None:
+        self.made += 1
+        name = f"u{self.number}-{self.made}"
+        try:
+            self._remote(held).fork(name, revision=held.points[-1].revision)
+        except KvkeepError:
+            self._read_again(held)
+        self.record.count("fork")
+        found, generation = self._read(name)
+        if found is None:
+            return
+        if found["tokens"] != held.points[-1].tokens:
+            self._violation(f"{name}: a fork of {held.points[-1]} holds {found}")
+        points = [*held.points[:-1], SessionPoint(*_of(found), held.points[-1].change)]
+        fork = UserSession(name, held.word, held.policy, points, generation)
+        self.sessions.append(fork)
+
+    def _read_again(self, held: UserSession) -> None:
+        """Compare without a change: nothing may have happened to the session."""
+        found, generation = self._read(held.name)
+        self.record.count("read")
+        if found is not None and found["tokens"] == held.points[-1].tokens:
+            self._check_words(held, found)
+            held.generation = generation
+        elif generation > held.generation:
+            self._go_back(held, found, generation)
+        else:
+            self._violation(f"{held.name}: {held.points[-1]} has become {found}")
+
+    def _finish(self, held: UserSession) -> None:
+        """Save a session, compare it with a replay now and then, and delete it."""
+        if self._save(held) and self.rng.random() < 0.5:
+            difference = self.replay(held)
+            self.record.replayed += 1
+            if difference is not None:
+                self._violation(f"{held.name}: {difference}")
+        if held not in self.sessions:
+            return
+        with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
+            self.client.delete(held.name)
+        self.record.count("delete session")
+        self.sessions.remove(held)
+
+    # Reading
+
+    def _read(self, name: str) -> tuple[dict[str, Any] | None, int]:
+        """Return a session's tokens, text and revision, as soon as the server answers."""
+        while True:
+            self.server.ready.wait()
+            generation = self.server.generation
+            try:
+                view = self.client.session(name).text()
+            except NoSuchSession:
+                if self.server.ready.is_set() and self.server.generation == generation:
+                    return None, generation
+            except KvkeepError:
+                continue
+            else:
+                tokens = tuple(piece["id"] for piece in view["pieces"])
+                text = "".join(piece["text"] for piece in view["pieces"])
+                found = {"tokens": tokens, "text": text, "revision": view["revision"]}
+                if self.server.generation == generation:
+                    return found, generation
+
+    def _check_words(self, held: UserSession, found: dict[str, Any]) -> None:
+        with self.record.lock:
+            strangers = [
+                word for word in self.record.words if word != held.word and word in found["text"]
+            ]
+        if strangers:
+            self._violation(f"{held.name} holds words of others: {strangers}")
+
+    def _remote(self, held: UserSession) -> Any:
+        return self.client.session(held.name)
+
+    def _piece(self, held: UserSession) -> str:
+        return self.rng.choice(PIECES).format(held.word)
+
+    def _violation(self, text: str) -> None:
+        with self.record.lock:
+            self.record.violations.append(f"{self.name}, after {self.record.total:,}: {text:.2000}")
+
+
+def _of(found: dict[str, Any]) -> tuple[Tokens, int]:
+    return found["tokens"], found["revision"]
