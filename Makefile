@@ -169,9 +169,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# The web UI's JavaScript: its types and unit tests; needs node and npm. Part of `check` where they are.
+# The web UI's JavaScript: its types, lint and unit tests; needs node and npm. Part of `check` where they are.
 page:
-	cd tools/page && npm ci --no-audit --no-fund && npm run types && npm test
+	cd tools/page && npm ci --no-audit --no-fund && npm run types && npm run lint && npm test
 
 clean:
 	rm -rf tools/page/node_modules $(VENV) build dist site *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -53,6 +55,14 @@ def open_page(browser: Browser, server: RunningServer, size: dict[str, int]) -> 
     yield page
     context.close()
     assert not problems
+
+
+def wait_until(page: Page, expression: str, arg: Any = None) -> None:
+    """Wait until a JavaScript expression is true. The page forbids Playwright's own way, `eval`."""
+    end = time.monotonic() + _PATIENCE / 1000
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < end, f"never true: {expression} of {arg}"
+        page.wait_for_timeout(100)
 
 
 def _require_own(url: str, own: str, problems: list[str]) -> None:

@@ -5,14 +5,14 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, cellsOf, rangesOf, sharesOf, standingText, turnsOf } = await import(`${FILES}/turns.js`);
+const { canGoBackTo, cellsOf, checkpointsOf, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf } = await import(`${FILES}/turns.js`);
 const { answerText, compressText, forgetText, heldText, pinText } = await import(`${FILES}/memory_text.js`);
-const { nameFor, titleFor } = await import(`${FILES}/chat_settings.js`);
+const { nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { isUndoName } = await import(`${FILES}/undo.js`);
 
-const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, ...fields });
+const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
 const span = (start, end) => ({ start, end });
 
 test("turns are those of the spans, in order, with the system prompt first", () => {
@@ -47,6 +47,9 @@ test("the text after the turns is a turn too: one in progress, or a text that wa
   const turns = turnsOf(memory({ tokens: texts.length, spans }), texts);
   assert.deepEqual(turns.map(({ parts }) => parts.at(-1).text), ["A", "B"]);
   assert.equal(turnsOf(memory({ tokens: 3, spans }), texts.slice(0, 3)).length, 1);
+  const late = { "turn 1": span(2, 4), "turn 1 answer": span(3, 4) };
+  const around = turnsOf(memory({ tokens: 5, spans: late }), ["Fed ", "text", "Q", "A", "more"]);
+  assert.deepEqual(around.map(({ label, start, end }) => [label, start, end]), [["text", 0, 2], ["turn 1", 2, 4], ["text (4)", 4, 5]]);
 });
 
 test("another text is one turn, and no text is none", () => {
@@ -93,6 +96,7 @@ test("a session is named by how its conversation begins, as the server allows", 
   for (const text of ["日本語", "", "../../x", "é".repeat(99)]) assert.match(nameFor(text), /^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$/);
   assert.equal(titleFor("One line\nand another"), "One line");
   assert.equal(titleFor("x".repeat(99)).length, 60);
+  assert.deepEqual([{ name: "a", title: null }, { name: "a", title: "Rivers" }].map(titleOf), ["a", "Rivers"]);
 });
 
 test("branches follow their parents, and every entry occurs once", () => {
@@ -134,6 +138,21 @@ test("a session goes back to where all after it is held, and the token before", 
   const places = [0, 4, 9, 10, 20].map((at) => canGoBackTo(memory({ tokens: 20, runs }), at));
   assert.deepEqual(places, [false, false, false, true, true]);
   assert.ok(canGoBackTo(memory({ tokens: 4, runs: [run("window", 0, 4)] }), 0));
+});
+
+test("residual cells are apart from those of compressed tokens, and with them all cells", () => {
+  const held = memory({ tokens: 20, cells: 9, residual_cells: 12, runs: [run("compressed", 0, 16), run("window", 16, 20)] });
+  assert.equal(residualCells(held), 2);
+  assert.equal(cellsOf(sharesOf(held, 0, 16)), 3);
+  assert.equal(cellsOf(sharesOf(held, 0, 20)) + residualCells(held), held.cells);
+});
+
+test("checkpoints are in the turn that ends with them, by its cells", () => {
+  const held = memory({ tokens: 20, cells: 16, checkpoints: [4, 10, 20], runs: [run("forgotten", 0, 4), run("window", 4, 20)] });
+  assert.deepEqual(checkpointsOf(held, 0, 10), [{ at: 4, part: 0 }, { at: 10, part: 1 }]);
+  assert.deepEqual(checkpointsOf(held, 10, 20), [{ at: 20, part: 1 }]);
+  assert.deepEqual(checkpointsOf(memory({ ...held, runs: [run("forgotten", 0, 20)] }), 0, 8), [{ at: 4, part: 0.5 }]);
+  assert.deepEqual([0, 4, 19, 20].map((token) => statusOf(held, token)), ["forgotten", "window", "window", ""]);
 });
 
 test("a turn of which nothing is held cannot be pinned", () => {

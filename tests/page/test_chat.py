@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from page.conftest import open_page
+from page.conftest import open_page, wait_until
 from playwright.sync_api import Browser, Locator, Page, expect
 from server.conftest import RunningServer
 
@@ -24,8 +24,13 @@ def box(page: Page) -> Locator:
 
 
 def turns(page: Page) -> Locator:
-    """The turns that are complete."""
-    return page.locator(".turn:not(.open)")
+    """The turns, once no answer or change is in progress."""
+    return page.locator(".chat:not(.busy) .turn:not(.open)")
+
+
+def wait_until_idle(page: Page) -> None:
+    """Wait for the answer or change that was begun before: it marks the page at once."""
+    expect(page.locator(".chat.busy")).to_have_count(0)
 
 
 def settings(page: Page, **fields: str) -> None:
@@ -33,6 +38,8 @@ def settings(page: Page, **fields: str) -> None:
     for name, value in fields.items():
         page.locator(f"dialog [name={name}]").fill(value)
     page.locator("dialog button.main").click()
+    expect(page.locator("dialog")).to_have_count(0)
+    wait_until_idle(page)
 
 
 def start(page: Page, message: str = "What is the capital of France?", tokens: int = 12) -> str:
@@ -174,6 +181,10 @@ def test_conversations_are_searched_renamed_and_deleted(page: Page, client: http
     page.locator("dialog [name=title]").fill("Rivers")
     page.locator("dialog button.main").click()
     expect(item).to_contain_text("Rivers")
+    assert client.get(f"/v1/sessions/{name}").json()["title"] == "Rivers"
+    expect(page.locator("h1")).to_have_text("Rivers")
+    page.get_by_role("link", name="Operations").click()
+    expect(page.get_by_role("heading", name="Operations")).to_be_visible()
     page.keyboard.press("Control+k")
     page.keyboard.type("no such thing")
     expect(item).to_have_count(0)
@@ -185,6 +196,7 @@ def test_conversations_are_searched_renamed_and_deleted(page: Page, client: http
     item.get_by_role("button", name="Delete").click()
     page.locator("dialog button.main").click()
     expect(item).to_have_count(0)
+    expect(page.locator("h1")).to_have_text("New chat")
     expect(box(page)).to_be_focused()
     assert client.get(f"/v1/sessions/{name}").status_code == 404
 
@@ -232,17 +244,32 @@ def test_answers_are_markdown_without_scripts(page: Page, client: httpx.Client) 
 def test_an_agents_session_is_watched_while_it_runs(
     page: Page, client: httpx.Client, server: RunningServer
 ) -> None:
-    body = {"content": "Count.", "max_tokens": 1500, "stream": True, "temperature": 2}
-    client.post("/v1/sessions", json={"name": "watched"}).raise_for_status()
+    """It appears in the list; its text and its strip grow, and at the end it can be answered."""
+    body = {"content": "Count.", "max_tokens": 100_000, "stream": True, "temperature": 2}
     bias = {"logit_bias": {str(server.service.model.end_token_ids[0]): -100}}
+    item = page.locator("#conversations li", has=page.locator('[data-name="watched"]'))
+    expect(page.locator("#conversations")).not_to_contain_text("watched")
+    client.post("/v1/sessions", json={"name": "watched"}).raise_for_status()
     with client.stream("POST", "/v1/sessions/watched/turns", json=body | bias) as response:
         lines = response.iter_lines()  # closing it disconnects
         next(lines)
-        page.goto("/#/chat/watched")
-        expect(page.locator("main")).to_contain_text("Count.")
-        before = page.locator(".log").inner_text()
-        expect(page.locator(".log")).not_to_have_text(before)
-        expect(page.locator("#conversations")).to_contain_text(re.compile("watched.*working"))
+        expect(item).to_contain_text("working")
+        item.get_by_role("link").click()
+        expect(page.locator(".question")).to_contain_text("Count.")
+        for _ in range(2):
+            sizes = page.evaluate(_SIZES)
+            grown = f"(sizes) => {_SIZES}.every((size, at) => size > sizes[at])"
+            wait_until(page, grown, sizes)
+    expect(item).not_to_contain_text("working")
+    expect(page.locator(".answer")).to_have_count(1)
+    expect(page.get_by_role("button", name="Continue")).to_be_visible()
+
+
+# The length of what is shown of an answer, and the cells that its turn has in the strip.
+_SIZES = """[
+    document.querySelector(".log").textContent.length,
+    parseInt(document.querySelector(".turn-bars button:last-of-type").title.split(", ")[1]),
+]"""
 
 
 def test_a_server_that_is_gone_is_said_and_messages_are_kept(page: Page) -> None:
@@ -255,6 +282,7 @@ def test_a_server_that_is_gone_is_said_and_messages_are_kept(page: Page) -> None
     expect(page.locator("#status")).to_have_text("The server does not answer.")
     box(page).fill("Are you there?")
     box(page).press("Enter")
+    wait_until_idle(page)
     expect(box(page)).to_have_value("Are you there?")
     page.unroute_all()
     expect(page.get_by_role("alert")).to_have_count(0)
@@ -270,13 +298,16 @@ def test_a_deletion_stops_an_answer_and_escape_in_a_dialog_does_not(
     box(page).fill("Write a long story about a ship.")
     box(page).press("Enter")
     expect(page.locator(".open .markdown").first).to_be_visible()
-    name = page.url.rpartition("/")[2]
+    name, stopped = page.url.rpartition("/")[2], list[str]()
+    page.on("requestfailed", lambda request: stopped.append(request.url))
     item = page.locator("#conversations li", has=page.locator(f'[data-name="{name}"]'))
     item.hover()
     item.get_by_role("button", name="Rename").click()
+    expect(page.locator("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("dialog")).to_have_count(0)
-    assert client.get(f"/v1/sessions/{name}").json()["busy"]
+    page.wait_for_timeout(100)
+    assert not stopped
     item.hover()
     item.get_by_role("button", name="Delete").click()
     page.locator("dialog button.main").click()
@@ -301,6 +332,7 @@ def test_memory_is_a_strip_of_turns_that_lights_with_the_chat(
     start(page, tokens=8)
     box(page).fill("And of Italy?")
     box(page).press("Enter")
+    expect(turns(page)).to_have_count(2)
     expect(strip(page)).to_have_count(3)  # the template's own beginning is one
     expect(page.locator(".memory-panel")).to_contain_text("The last answer reused all")
     widths = strip(page).evaluate_all("(bars) => bars.map((bar) => bar.offsetWidth)")
@@ -332,16 +364,19 @@ def test_a_turn_is_pinned_forgotten_and_replaced_with_undo(
     focus_by_tab(page, "button:text-is('Pin')")
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_contain_text("turn 1 is pinned")
+    wait_until_idle(page)
     assert "pinned" in standings(client, name)
     focus_by_tab(page, "button:text-is('Replace answer')")
     page.keyboard.press("Enter")
     page.locator("dialog [name=text]").fill("Lyon.")
     page.locator("dialog button.main").press("Enter")
     expect(page.locator(".answer")).to_contain_text("Lyon.")
+    wait_until_idle(page)
     expect(panel).to_contain_text(re.compile(r"Frees \d+ cells \([\d.]+ [kM]B\)"))
     focus_by_tab(page, "button:text-is('Forget')")
     page.keyboard.press("Enter")
     expect(page.locator(".answer")).to_have_count(0)
+    wait_until_idle(page)
     for operation in ("forget", "replace", "pin"):
         page.get_by_role("button", name=f"Undo {operation}").press("Enter")
         expect(page.locator("#status")).to_have_text(f"Undone: {operation}.")
@@ -397,6 +432,7 @@ def test_a_branch_stays_one_after_an_undo(page: Page, client: httpx.Client) -> N
     page.get_by_role("button", name="Forget").click()
     page.get_by_role("button", name="Undo forget").click()
     expect(page.locator("#status")).to_have_text("Undone: forget.")
+    page.reload()
     expect(item.get_by_label("branch", exact=True)).to_have_count(1)
     assert texts(client, branch) == texts(client, name)
 
@@ -418,6 +454,7 @@ def test_what_a_window_forgot_is_marked_and_asked_anew(page: Page, client: httpx
     expect(panel.get_by_role("button", name="Replace question")).to_be_disabled()
     panel.get_by_role("button", name="Pin").click()
     expect(page.locator("#status")).to_have_text("turn 1 is pinned.")
+    wait_until_idle(page)
     assert "pinned" in standings(client, name)
     panel.get_by_role("button", name="Forget").click()
     expect(page.locator(".question")).to_have_count(2)

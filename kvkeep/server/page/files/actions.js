@@ -1,71 +1,17 @@
-// Changes of a session and of what is selected in it.
+// The buttons that change a session, and what is selected in it.
 
-import { send } from "./api.js";
 import { fill, h, number, promptDialog, showStatus } from "./dom.js";
+
+/** @typedef {import("./session_change.js").Change} Change */
 
 const NAME = { pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" };
 
-export const CHANGED = "The session has changed since it was shown, so nothing was done. The page now shows its current state.";
-
-// Returns the message for a failed change. Status 412: the session is at another revision.
-export const changeError = (error) => (error.status === 412 ? CHANGED : error.message);
-
-// Returns the headers of a change for one revision, under a key that lets it be repeated.
-export const changeHeaders = (revision) => ({
-  "If-Match": `"${revision}"`,
-  "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()),
-});
-
-// One change, for the revision that is shown when it begins. However long its dialog stays open, the
-// server refuses it once the session is at another revision.
-// view: reload() loads the session again; markStable(revision) is called with a revision in which
-// tokens have the same numbers as in the one before; pendingChanges counts changes in progress.
-export class Change {
-  constructor(name, revision, view) {
-    this.name = name;
-    this.revision = revision;
-    this.view = view;
-  }
-
-  get headers() {
-    return changeHeaders(this.revision);
-  }
-
-  async post(action, body, message, renumbers = false) {
-    return this.send("POST", `/v1/sessions/${this.name}/${action}`, body, message, renumbers);
-  }
-
-  // Sends the change and shows a message, or what `message` returns for the result.
-  // renumbers: whether tokens have other numbers afterwards. Returns null if the change failed.
-  async send(method, path, body, message, renumbers = false) {
-    this.view.pendingChanges += 1;
-    try {
-      const result = await send(method, path, body, { headers: this.headers });
-      if (!renumbers) this.keepNumbers(result.revision);
-      await this.view.reload();
-      showStatus(typeof message === "function" ? message(result) : message);
-      return result;
-    } catch (error) {
-      await this.fail(error);
-      return null;
-    } finally {
-      this.view.pendingChanges -= 1;
-    }
-  }
-
-  // Notes that this change kept tokens' numbers. A later revision includes changes by others too.
-  keepNumbers(revision) {
-    if (revision === this.revision + 1) this.view.markStable(revision);
-  }
-
-  async fail(error) {
-    await this.view.reload();
-    showStatus(changeError(error), true);
-  }
-}
-
-// Creates the buttons for a whole session. newChange: returns a Change.
+/**
+ * Creates the buttons for a whole session.
+ * @param {() => Change} newChange @param {() => Memory} memory
+ */
 export function sessionButtons(newChange, memory) {
+  /** @param {string} label @param {(change: Change) => Promise<any>} run */
   const button = (label, run) => h("button", { onclick: () => run(newChange()) }, label);
   return [
     button("Fork", (change) => fork(change, null)),
@@ -81,11 +27,13 @@ export function sessionButtons(newChange, memory) {
   ];
 }
 
+/** @param {Change} change */
 async function snapshot(change) {
   const values = await promptDialog("Snapshot", [{ name: "name", label: "Name", required: true, ...NAME }], "Save");
   if (values) await change.post("snapshot", values, `Snapshot ${values.name} saved.`);
 }
 
+/** @param {Change} change */
 async function compress(change) {
   const fields = [
     { name: "ratio", label: "Compression ratio", kind: "number", value: "4", min: "1.1", step: "any", required: true },
@@ -95,16 +43,18 @@ async function compress(change) {
   if (!values) return;
   showStatus("Compressing...");
   const body = { ratio: values.ratio, ...(values.method ? { method: values.method } : {}) };
-  const message = ({ result }) => `Compressed ${number(result.cells_before)} cells to ${number(result.cells_after)}.`;
+  const message = (/** @type {any} */ { result }) => `Compressed ${number(result.cells_before)} cells to ${number(result.cells_after)}.`;
   await change.post("compress", body, message);
 }
 
+/** @param {Change} change */
 async function remove(change) {
   if (!(await promptDialog(`Delete ${change.name}?`, [], "Delete"))) return;
   const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Session deleted.");
   if (deleted) location.hash = "#/";
 }
 
+/** @param {Change} change @param {number | null} at null for the end */
 async function fork(change, at) {
   const where = at === null ? "at the end" : `before token ${at}`;
   const fields = [{ name: "name", label: "Name (optional)", ...NAME }];
@@ -115,9 +65,13 @@ async function fork(change, at) {
   if (forked) location.hash = `#/sessions/${forked.name}`;
 }
 
-// Creates the bar of the selection: its range, and buttons that change it.
-// newChange: returns a Change; null if changes are not allowed. selectSpan: selects a span by name.
-// update() shows the selection; updateSpans() shows the names of the session's spans.
+/**
+ * Creates the bar of the selection: its range, and buttons that change it.
+ * update() shows the selection; updateSpans() shows the names of the session's spans.
+ * @param {import("./tokens.js").Selection} selection @param {(() => Change) | null} newChange null if changes are not allowed
+ * @param {() => Memory} memory @param {(start: number, end: number) => Promise<string>} textOf
+ * @param {(name: string) => void} selectSpan
+ */
 export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   const from = h("input", { type: "number", min: "0", id: "from" });
   const to = h("input", { type: "number", min: "0", id: "to" });
@@ -128,11 +82,11 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   spans.addEventListener("change", () => selectSpan(spans.value));
   const range = () => ({ start: selection.start, end: selection.end });
   const rangeText = () => `tokens ${selection.start} to ${selection.end}`;
-  const rewind = (change) => {
+  const rewind = (/** @type {Change} */ change) => {
     const count = memory().tokens - selection.end;
     return change.post("rewind", { count }, `Rewound to token ${selection.end}.`);
   };
-  const deleteText = (change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, true);
+  const deleteText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, true);
   /** @type {[string, (change: Change) => Promise<any>][]} */
   const operations = [
     ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
@@ -169,6 +123,9 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   return { element, update, updateSpans };
 }
 
+/** @typedef {{start: number, end: number}} TokenRange */
+
+/** @param {Change} change @param {TokenRange} range @param {(name: string) => void} selectSpan */
 async function nameSpan(change, range, selectSpan) {
   const fields = [{ name: "name", label: "Name", required: true, maxlength: "200" }];
   const values = await promptDialog("Name this span", fields, "Name");
@@ -179,6 +136,7 @@ async function nameSpan(change, range, selectSpan) {
 
 const RECOMPUTE = { name: "recompute", label: "Re-evaluate the following tokens (exact)", kind: "checkbox" };
 
+/** @param {Change} change @param {TokenRange} range @param {(start: number, end: number) => Promise<string>} textOf */
 async function replace(change, range, textOf) {
   let value;
   try {
@@ -191,12 +149,14 @@ async function replace(change, range, textOf) {
   if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, true);
 }
 
+/** @param {Change} change @param {number} at */
 async function insert(change, at) {
   const fields = [{ name: "text", label: "Text", kind: "textarea" }, RECOMPUTE];
   const values = await promptDialog(`Insert before token ${at}`, fields, "Insert");
   if (values) await change.post("edit", { op: "insert", at, ...editFields(values) }, editMessage, true);
 }
 
+/** @param {{text: string, recompute: boolean}} values */
 const editFields = ({ text, recompute }) => ({ text, recompute: recompute ? "suffix" : "none" });
 
-const editMessage = ({ result }) => `Edited; ${number(result.tokens_evaluated)} tokens evaluated.`;
+const editMessage = (/** @type {any} */ { result }) => `Edited; ${number(result.tokens_evaluated)} tokens evaluated.`;

@@ -2,7 +2,11 @@
 
 const KEY = "kvkeep key";
 
+/** Returns the message of what was thrown. @param {unknown} error */
+export const messageOf = (error) => (error instanceof Error ? error.message : String(error));
+
 export class ApiError extends Error {
+  /** @param {number} status @param {string} message @param {string} [code] */
   constructor(status, message, code) {
     super(message);
     this.status = status;
@@ -12,6 +16,7 @@ export class ApiError extends Error {
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
+/** @param {string} key */
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 
 /** @param {Record<string, string>} [headers] @returns {Record<string, string>} */

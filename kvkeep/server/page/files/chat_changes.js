@@ -1,15 +1,13 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
 import { send } from "./api.js";
-import { changeError, changeHeaders } from "./actions.js";
+import { changeError, changeHeaders } from "./session_change.js";
 import { askSettings, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { h, promptDialog, showStatus } from "./dom.js";
-import { openTurn } from "./message.js";
 import { canGoBackTo } from "./turns.js";
 import { dropUndo, keepUndo, undo } from "./undo.js";
 
-/** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
 
@@ -33,7 +31,7 @@ export class ChatChanges {
         headers = changeHeaders(revision);
       }
     };
-    return this.chat.exclusively(() => this.change(operation, run, message), this.chat.panel.element);
+    return this.chat.exclusively(() => this.change(operation, run, message), this.chat.frame.panel.element);
   }
 
   /**
@@ -47,7 +45,6 @@ export class ChatChanges {
     try {
       kept = await keepUndo(memory.name, memory.revision, operation);
       await run(changeHeaders(memory.revision));
-      showStatus(message);
     } catch (error) {
       await this.chat.reload();
       const isUnchanged = this.chat.memory?.revision === memory.revision;
@@ -56,20 +53,23 @@ export class ChatChanges {
       return false;
     }
     await this.chat.reload();
+    showStatus(message);
     return true;
   }
 
   /** @param {import("./undo.js").Step} step */
   async undo(step) {
     const memory = /** @type {Memory} */ (this.chat.memory);
+    /** @type {unknown} */
+    let failure = null;
     try {
       await undo(memory.name, step, memory.revision);
-      showStatus(`Undone: ${step.operation}.`);
     } catch (error) {
-      showStatus(changeError(error), true);
+      failure = error;
     }
     this.chat.memory = null;
     await this.chat.reload();
+    showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.`, failure !== null);
   }
 
   /** @param {Turn} turn */
@@ -80,7 +80,7 @@ export class ChatChanges {
     if (!canGoBackTo(memory, turn.start)) return showStatus(NO_WAY_BACK, true);
     const count = memory.tokens - turn.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
-    if (await this.change("regenerate", rewind, "")) await this.chat.takeTurn(question.text);
+    if (await this.change("regenerate", rewind, "")) await this.chat.answers.takeTurn(question.text);
   }
 
   /** @param {Turn} turn @param {Part} question */
@@ -96,7 +96,7 @@ export class ChatChanges {
     if (!name) return;
     this.chat.leaveFor(name);
     await this.chat.load();
-    await this.chat.takeTurn(text);
+    await this.chat.answers.takeTurn(text);
   }
 
   /** @param {number | null} at */
@@ -111,7 +111,7 @@ export class ChatChanges {
    */
   fork(at, text) {
     const memory = /** @type {Memory} */ (this.chat.memory);
-    const title = text ? titleFor(text) : `${titleOf(memory.name)} (branch)`;
+    const title = text ? titleFor(text) : `${titleOf(memory)} (branch)`;
     return this.createBeside(title, `${this.chat.path}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
   }
 
@@ -121,7 +121,7 @@ export class ChatChanges {
    */
   startAnew(text) {
     const { policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
-    this.chat.newSystem = this.chat.turns.find(({ label }) => label === "system")?.parts[0]?.text || "";
+    this.chat.newSystem = this.systemPart()?.text || "";
     return this.createBeside(titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {});
   }
 
@@ -132,8 +132,8 @@ export class ChatChanges {
   async createBeside(title, path, body, headers) {
     const { name } = /** @type {Memory} */ (this.chat.memory);
     try {
-      const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), ...body }, { headers });
-      keep(created.name, { title, sampling: keptOf(name).sampling, branchOf: name });
+      const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), title, ...body }, { headers });
+      keep(created.name, { sampling: keptOf(name).sampling, branchOf: name });
       conversationsChanged();
       return /** @type {string} */ (created.name);
     } catch (error) {
@@ -143,29 +143,37 @@ export class ChatChanges {
   }
 
   async changeSettings() {
-    const name = this.chat.name;
-    const begun = Boolean(this.chat.memory?.tokens);
-    const system = this.chat.turns.find(({ label }) => label === "system")?.parts[0];
-    const hint = begun ? (system ? "edited in memory" : "this conversation began without one") : "for the whole conversation";
-    const sampling = name === null ? this.chat.newSampling : keptOf(name).sampling || {};
-    const current = begun ? system?.text || "" : this.chat.newSystem;
-    const values = await askSettings(sampling, current, hint, !begun || Boolean(system), this.chat.settings.sampling || {}, name === null ? this.chat.newSession : null);
+    const { chat } = this;
+    const { name } = chat;
+    const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
+    const values = await askSettings({ ...this.systemPrompt(), sampling, defaults: chat.settings.sampling || {}, session: name === null ? chat.newSession : null });
     if (!values) return;
-    if (name === null) [this.chat.newSampling, this.chat.newSession] = [values.sampling, values.session];
+    if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];
     else keep(name, { sampling: values.sampling });
-    if (!begun) this.chat.newSystem = values.system;
-    else if (system && values.system !== current) {
-      const body = { op: "replace", span: system.label, text: values.system };
-      const replace = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/edit`, body, { headers });
-      await this.change("edit", replace, "The system prompt was replaced in memory.");
-    }
+    await this.changeSystem(values.system);
   }
 
-  // Goes on with the newest answer, where it ended.
-  async continueAnswer() {
-    const { sampling } = keptOf(/** @type {string} */ (this.chat.name));
-    const turn = openTurn(null);
-    this.chat.log.append(turn.element);
-    await this.chat.stream("turns", { stream: true, ...sampling }, turn, () => {});
+  // Returns the system prompt that the conversation has, or will begin with, and whether it can be changed.
+  systemPrompt() {
+    if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
+    const part = this.systemPart();
+    return { system: part?.text || "", systemHint: part ? "edited in memory" : "this conversation began without one", isSystemEditable: Boolean(part) };
+  }
+
+  systemPart() {
+    return this.chat.turns.find(({ label }) => label === "system")?.parts[0];
+  }
+
+  /** @param {string} text */
+  async changeSystem(text) {
+    if (!this.chat.memory?.tokens) {
+      this.chat.newSystem = text;
+      return;
+    }
+    const part = this.systemPart();
+    if (!part || text === part.text) return;
+    const body = { op: "replace", span: part.label, text };
+    const replace = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/edit`, body, { headers });
+    await this.change("edit", replace, "The system prompt was replaced in memory.");
   }
 }

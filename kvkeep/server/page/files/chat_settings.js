@@ -1,9 +1,9 @@
-// What this browser keeps of a conversation: its title and its sampling settings; and their dialog.
+// What this browser keeps of a conversation: its sampling settings; and their dialog. Titles of conversations.
 
 import { h, promptDialog } from "./dom.js";
 
 /** @typedef {{temperature?: number, top_p?: number, repeat_penalty?: number, max_tokens?: number}} Sampling */
-/** @typedef {{title?: string, sampling?: Sampling, branchOf?: string}} Kept */
+/** @typedef {{sampling?: Sampling, branchOf?: string}} Kept */
 /** @typedef {{policy?: string, max_kv_size?: number}} SessionSettings  Of a new session. */
 
 const STORE = "kvkeep conversations";
@@ -22,7 +22,7 @@ function store(all) {
   try {
     localStorage.setItem(STORE, JSON.stringify(all));
   } catch {
-    // Without storage, titles and settings last as long as the page.
+    // Without storage, settings last as long as the page.
   }
 }
 
@@ -42,10 +42,10 @@ export function drop(name) {
 }
 
 /**
- * Returns a conversation's title: the one that was given, or its session's name as words.
- * @param {string} name
+ * Returns a conversation's title: the one that was given, or its session's name.
+ * @param {{name: string, title: string | null}} session
  */
-export const titleOf = (name) => keptOf(name).title || name;
+export const titleOf = ({ name, title }) => title || name;
 
 /**
  * Returns a session name that says how a conversation begins.
@@ -73,15 +73,16 @@ const POLICIES = ["", "sliding", "shift", "archive", "self_extend", "full"];
 
 /**
  * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
- * @param {Sampling} sampling @param {string} system @param {string} systemHint
- * @param {boolean} systemEditable @param {Record<string, number>} defaults
- * @param {SessionSettings | null} session null for a session that exists
+ * @param {object} current
+ * @param {Sampling} current.sampling @param {Record<string, number>} current.defaults of the server
+ * @param {string} current.system @param {string} current.systemHint @param {boolean} current.isSystemEditable
+ * @param {SessionSettings | null} current.session null for a session that exists
  */
-export async function askSettings(sampling, system, systemHint, systemEditable, defaults, session) {
+export async function askSettings({ sampling, defaults, system, systemHint, isSystemEditable, session }) {
   /** @param {string} name */
   const placeholder = (name) => (defaults[name] === undefined ? "server default" : `${defaults[name]}`);
   const fields = [
-    { name: "system", label: `System prompt (${systemHint})`, kind: "textarea", value: system, disabled: !systemEditable },
+    { name: "system", label: `System prompt (${systemHint})`, kind: "textarea", value: system, disabled: !isSystemEditable },
     number("temperature", "Temperature: 0 always takes the likeliest token", 0, 2, 0.05),
     number("top_p", "Top-p: sample among the likeliest tokens of this probability", 0, 1, 0.01),
     number("repeat_penalty", "Repetition penalty: above 1, fewer repetitions", 0.5, 2, 0.01),

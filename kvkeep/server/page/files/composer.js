@@ -5,16 +5,54 @@ import { withFiles } from "./message_parts.js";
 
 const MAX_FILE_BYTES = 2_000_000;
 
+export const BUSY = "Wait until the answer is complete, or stop it.";
+
+/**
+ * Creates the files that are attached to a message, as a list of chips and a picker.
+ * @param {() => void} onChange
+ */
+function attachments(onChange) {
+  /** @type {{name: string, text: string}[]} */
+  let files = [];
+  const picker = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Files to attach" });
+  const chips = h("ul", { class: "chips", hidden: true, "aria-label": "Attached files" });
+  /** @param {{name: string, text: string}[]} chosen */
+  const show = (chosen) => {
+    files = chosen;
+    chips.hidden = !files.length;
+    fill(chips, files.map((file) => h("li", {}, file.name, removeButton(file))));
+  };
+  /** @param {{name: string, text: string}} file */
+  const removeButton = (file) => {
+    const remove = () => {
+      show(files.filter((other) => other !== file));
+      onChange();
+    };
+    return h("button", { type: "button", class: "small", "aria-label": `Remove ${file.name}`, onclick: remove }, "×");
+  };
+  /** @param {Iterable<File>} chosen */
+  const add = async (chosen) => {
+    const added = [];
+    for (const file of chosen) {
+      const text = file.size <= MAX_FILE_BYTES ? await file.text() : "";
+      if (file.size > MAX_FILE_BYTES) showStatus(`${file.name} is larger than 2 MB: attach a part of it.`, true);
+      else if (text.includes("\0")) showStatus(`${file.name} is not a text file: attach text, such as code or Markdown.`, true);
+      else added.push({ name: file.name, text });
+    }
+    show([...files, ...added]);
+    onChange();
+  };
+  picker.addEventListener("change", () => add(picker.files || []).then(() => (picker.value = "")));
+  return { picker, chips, add, files: () => files, clear: () => show([]) };
+}
+
 /**
  * Creates the message box.
  * @param {(text: string) => void} onSend @param {() => void} onStop @param {() => void} onSettings
  */
 export function composer(onSend, onStop, onSettings) {
-  /** @type {{name: string, text: string}[]} */
-  let files = [];
   const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message", title: "Enter sends, Shift+Enter starts a line" });
-  const picker = h("input", { type: "file", multiple: true, hidden: true, "aria-label": "Files to attach" });
-  const chips = h("ul", { class: "chips", hidden: true, "aria-label": "Attached files" });
+  const attached = attachments(() => input.focus());
   const sendButton = h("button", { class: "main" }, "Send");
   const stopButton = h("button", { type: "button", hidden: true, onclick: onStop }, "Stop");
   let busy = false;
@@ -23,35 +61,13 @@ export function composer(onSend, onStop, onSettings) {
     input.style.height = "auto";
     input.style.height = `${Math.min(input.scrollHeight + 2, 220)}px`;
   };
-  const drawChips = () => {
-    chips.hidden = !files.length;
-    fill(chips, files.map((file) => h("li", {}, file.name, removeButton(file))));
-  };
-  /** @param {{name: string, text: string}} file */
-  const removeButton = (file) => {
-    const remove = () => {
-      files = files.filter((other) => other !== file);
-      drawChips();
-      input.focus();
-    };
-    return h("button", { type: "button", class: "small", "aria-label": `Remove ${file.name}`, onclick: remove }, "×");
-  };
-  /** @param {Iterable<File>} chosen */
-  const attach = async (chosen) => {
-    for (const file of chosen) {
-      const text = file.size <= MAX_FILE_BYTES ? await file.text() : "";
-      if (file.size > MAX_FILE_BYTES) showStatus(`${file.name} is larger than 2 MB: attach a part of it.`, true);
-      else if (text.includes("\0")) showStatus(`${file.name} is not a text file: attach text, such as code or Markdown.`, true);
-      else files.push({ name: file.name, text });
-    }
-    drawChips();
-    input.focus();
-  };
   const send = () => {
-    if (busy || (!input.value.trim() && !files.length)) return;
+    const files = attached.files();
+    if (!input.value.trim() && !files.length) return;
+    if (busy) return showStatus(BUSY);
     const text = withFiles(input.value, files);
-    [input.value, files] = ["", []];
-    drawChips();
+    input.value = "";
+    attached.clear();
     resize();
     onSend(text);
   };
@@ -62,7 +78,6 @@ export function composer(onSend, onStop, onSettings) {
       send();
     }
   });
-  picker.addEventListener("change", () => attach(picker.files || []).then(() => (picker.value = "")));
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     send();
@@ -71,13 +86,13 @@ export function composer(onSend, onStop, onSettings) {
     "form",
     { class: "composer", onsubmit: submit },
     h("label", { for: "words", class: "sr" }, "Message"),
-    chips,
+    attached.chips,
     input,
-    picker,
+    attached.picker,
     h(
       "div",
       { class: "actions" },
-      h("button", { type: "button", onclick: () => picker.click() }, "Attach"),
+      h("button", { type: "button", onclick: () => attached.picker.click() }, "Attach"),
       h("button", { type: "button", onclick: onSettings }, "Settings"),
       h("span", { class: "spring" }),
       stopButton,
@@ -87,7 +102,7 @@ export function composer(onSend, onStop, onSettings) {
   form.addEventListener("dragover", (/** @type {Event} */ event) => event.preventDefault());
   form.addEventListener("drop", (/** @type {DragEvent} */ event) => {
     event.preventDefault();
-    attach(event.dataTransfer?.files || []);
+    attached.add(event.dataTransfer?.files || []);
   });
 
   return {

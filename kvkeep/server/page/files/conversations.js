@@ -1,15 +1,15 @@
 // The list of conversations at the left: search, open, rename, delete.
 
-import { ApiError, get, send } from "./api.js";
-import { drop, keep, keptOf, titleOf } from "./chat_settings.js";
-import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { ApiError, get, messageOf, send } from "./api.js";
+import { drop, keptOf, titleOf } from "./chat_settings.js";
+import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { isUndoName, undoNamesOf } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
 
-/** @typedef {{name: string, parent: string | null, busy: boolean, named: boolean, in_memory: boolean, created: number}} Entry */
+/** @typedef {SessionEntry} Entry */
 
 /**
  * Fills the list and keeps it current.
@@ -27,7 +27,7 @@ export function conversations(container, edits) {
 
   const draw = () => {
     const query = search.value.trim().toLowerCase();
-    const shown = entries.filter(({ name }) => !isUndoName(name) && `${titleOf(name)} ${name}`.toLowerCase().includes(query));
+    const shown = entries.filter((entry) => !isUndoName(entry.name) && `${titleOf(entry)} ${entry.name}`.toLowerCase().includes(query));
     const named = nested(shown.filter((entry) => entry.named));
     const unnamed = shown.filter((entry) => !entry.named);
     const focused = document.activeElement?.closest("li")?.querySelector("a")?.getAttribute("href");
@@ -36,7 +36,7 @@ export function conversations(container, edits) {
     otherPart.hidden = !unnamed.length;
     hint.textContent = named.length ? "" : query ? "Nothing found." : "No conversations yet.";
     if (focused) [...container.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
-    markCurrent();
+    markLinks();
   };
   const reload = async () => {
     try {
@@ -47,16 +47,10 @@ export function conversations(container, edits) {
       if (!unchanged) draw();
     } catch (error) {
       if (!(error instanceof ApiError)) return; // the connection's state is shown elsewhere
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
-  const markCurrent = () => {
-    for (const link of container.querySelectorAll("a")) {
-      const isCurrent = link.getAttribute("href") === location.hash;
-      if (isCurrent) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
-    }
-  };
+  const markLinks = () => markCurrent(container.querySelectorAll("a"));
   search.addEventListener("input", draw);
   search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const first = list.querySelector("a");
@@ -69,7 +63,7 @@ export function conversations(container, edits) {
       search.focus();
     }
   });
-  window.addEventListener("hashchange", markCurrent);
+  window.addEventListener("hashchange", markLinks);
   document.addEventListener("conversations", () => reload().then(draw)); // a title may have changed
   setInterval(() => document.hidden || reload(), RELOAD_EVERY);
   onOperation(debounce(reload), new AbortController().signal);
@@ -118,22 +112,23 @@ const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySele
 /** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => void} reload */
 function item(entry, depth, edits, reload) {
   const { name } = entry;
+  const title = titleOf(entry);
   const state = entry.busy ? h("small", {}, " working") : null;
-  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, titleOf(name), state);
+  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, title, state);
   const rename = async () => {
-    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: titleOf(name), required: true }], "Rename");
+    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200" }], "Rename");
     focusItem(name);
     if (!values) return;
-    keep(name, { title: String(values.title).trim() || undefined });
+    await send("PUT", `/v1/sessions/${name}/title`, { title: String(values.title).trim() || null }).catch((error) => showStatus(messageOf(error), true));
     conversationsChanged();
   };
   const remove = async () => {
-    if (!(await promptDialog(`Delete "${titleOf(name)}"?`, [], "Delete", h("p", {}, "Its text, its memory and its undo are removed. Its branches stay.")))) return;
+    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, "Its text, its memory and its undo are removed. Its branches stay.")))) return;
     await deleteConversation(name);
     reload();
   };
   /** @param {string} label @param {() => void} run */
-  const button = (label, run) => h("button", { class: "small", "aria-label": `${label} ${titleOf(name)}`, onclick: run }, label);
+  const button = (label, run) => h("button", { class: "small", "aria-label": `${label} ${title}`, onclick: run }, label);
   const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", rename), button("Delete", remove)) : null;
   const indent = { paddingLeft: `${Math.min(depth, 4) * 14}px` };
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
@@ -167,6 +162,6 @@ async function deleteConversation(name) {
     }
     showStatus("Conversation deleted.");
   } catch (error) {
-    showStatus(/** @type {Error} */ (error).message, true);
+    showStatus(messageOf(error), true);
   }
 }

@@ -13,18 +13,19 @@ export function h(tag, attributes = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "style") Object.assign(element.style, value);
-    else if (name in element && typeof value !== "string") element[name] = value;
+    else if (name in element && typeof value !== "string") /** @type {any} */ (element)[name] = value;
     else element.setAttribute(name, value);
   }
   element.append(...present(children));
   return element;
 }
 
-// Replaces the children of an element.
+/** Replaces the children of an element. @param {Element} element @param {any[]} children */
 export function fill(element, ...children) {
   element.replaceChildren(...present(children));
 }
 
+/** @param {any[]} children @returns {any[]} */
 const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined);
 
 /**
@@ -33,15 +34,25 @@ const present = (children) => children.flat(Infinity).filter((child) => child !=
  */
 export const byId = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
-// Shows a message at the bottom of the page.
+/** Shows a message at the bottom of the page. @param {string} text */
 export function showStatus(text, isError = false) {
   const status = byId("status");
   status.textContent = text;
   status.className = isError ? "error" : "";
 }
 
+/** Marks those of some links that lead to where the page is. @param {Iterable<Element>} links */
+export function markCurrent(links) {
+  for (const link of links) {
+    if (link.getAttribute("href") === (location.hash || "#/")) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+/** @param {number} value */
 export const number = (value) => value.toLocaleString("en-US");
 
+/** @param {number} count */
 export function bytes(count) {
   const units = ["bytes", "kB", "MB", "GB"];
   let unit = 0;
@@ -52,13 +63,16 @@ export function bytes(count) {
   return `${unit && count < 100 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
 }
 
+/** @param {number} seconds since 1970 */
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
+/** @param {string} name */
 export const sessionLink = (name) => h("a", { href: `#/sessions/${name}` }, name);
 
 // A link to the view's data as JSON. With an API key the page has to fetch it: a link sends none.
+/** @param {string} path */
 export function jsonLink(path) {
-  const open = async (event) => {
+  const open = async (/** @type {Event} */ event) => {
     if (!hasKey()) return;
     event.preventDefault();
     const text = JSON.stringify(await get(path), null, 1);
@@ -67,14 +81,17 @@ export function jsonLink(path) {
   return h("a", { class: "json-link", href: path, target: "_blank", rel: "noopener", onclick: open }, "JSON");
 }
 
+/** @param {string} text @param {string | null} path of its JSON @param {any[]} children */
 export function title(text, path, ...children) {
   document.title = `${text} - kvkeep`;
   return h("div", { class: "title" }, h("h1", {}, text), path ? jsonLink(path) : null, ...children);
 }
 
+/** @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], [attribute: string]: any}} Field */
+
 // Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
 // notes: elements between the heading and the fields.
-/** @param {string} heading @param {any[]} fields @param {string} action @param {any[]} notes @returns {Promise<any>} */
+/** @param {string} heading @param {Field[]} fields @param {string} action @param {any[]} notes @returns {Promise<any>} */
 export function promptDialog(heading, fields, action, ...notes) {
   return new Promise((resolve) => {
     const inputs = fields.map(field);
@@ -102,7 +119,10 @@ export function promptDialog(heading, fields, action, ...notes) {
   });
 }
 
-// Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
+/**
+ * Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
+ * @param {Field} description
+ */
 function field({ name, label, kind = "text", value = "", choices, ...attributes }) {
   let input;
   if (choices) {

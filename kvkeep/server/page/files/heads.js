@@ -4,12 +4,14 @@ import { get } from "./api.js";
 import { fill, h, number, sessionLink, title } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 
+/** @param {HTMLElement} container @param {View} view */
 export async function heads(container, { signal, parts }) {
   const name = parts[1];
   const path = `/v1/sessions/${name}/heads`;
   const table = h("table", { class: "heads", "aria-label": "Cells by layer and KV head" });
   const detail = h("div", { role: "status", class: "detail" });
   const reload = async () => {
+    /** @type {{cells: number[][]}} */
     const { cells } = await get(path);
     if (signal.aborted) return;
     const most = Math.max(1, ...cells.flat());
@@ -20,7 +22,8 @@ export async function heads(container, { signal, parts }) {
       h("tbody", {}, cells.map((counts, layer) => layerRow(counts, layer, most, (head) => showHead(layer, head)))),
     );
   };
-  const showHead = async (layer, head) => {
+  const showHead = async (/** @type {number} */ layer, /** @type {number} */ head) => {
+    /** @type {{positions: number[], residual: number[], end: number}} */
     const { positions, residual, end } = await get(`${path}?layer=${layer}&head=${head}`);
     const marks = positions.map((at) => h("span", { style: { left: `${(100 * at) / Math.max(1, end)}%` } }));
     const note = residual.length ? `, ${number(residual.length)} of them residual (means of evicted cells)` : "";
@@ -41,9 +44,12 @@ export async function heads(container, { signal, parts }) {
   await reload();
 }
 
-// Creates the row of a layer: a button for each head, shaded by its count relative to the most.
+/**
+ * Creates the row of a layer: a button for each head, shaded by its count relative to the most.
+ * @param {number[]} counts @param {number} layer @param {number} most @param {(head: number) => void} onSelect
+ */
 function layerRow(counts, layer, most, onSelect) {
-  const cell = (count, head) => {
+  const cell = (/** @type {number} */ count, /** @type {number} */ head) => {
     const depth = String(Math.round((100 * count) / most));
     const label = `layer ${layer}, head ${head}: ${count} cells`;
     const button = h("button", { onclick: () => onSelect(head), "aria-label": label }, number(count));

@@ -3,18 +3,22 @@
 import { ApiError, streamEvents } from "./api.js";
 
 const RATE_WINDOW = 10_000; // milliseconds
-/** @type {Set<(operation: any) => void>} */
+/** @type {Set<(operation: Operation | null) => void>} */
 const listeners = new Set();
 /** @type {Map<string, [number, number][]>} */
 const recentTokens = new Map(); // by session: [time, tokens] of each operation
 
-// Calls a listener for each operation, or with null after a reconnection, until the signal aborts.
+/**
+ * Calls a listener for each operation, or with null after a reconnection, until the signal aborts.
+ * @param {(operation: Operation | null) => void} listener @param {AbortSignal} signal
+ */
 export function onOperation(listener, signal) {
   listeners.add(listener);
   signal.addEventListener("abort", () => listeners.delete(listener));
 }
 
 // Returns a session's tokens per second over the last ten seconds.
+/** @param {string} session */
 export function rate(session) {
   const start = performance.now() - RATE_WINDOW;
   const recent = (recentTokens.get(session) || []).filter(([time]) => time > start);
@@ -23,6 +27,7 @@ export function rate(session) {
 }
 
 // Follows the server's operations, reconnecting for ever. onState receives "live" or "not connected".
+/** @param {(state: string) => void} onState */
 export async function followOperations(onState) {
   for (;;) {
     try {
@@ -38,6 +43,7 @@ export async function followOperations(onState) {
   }
 }
 
+/** @param {Operation} operation */
 function dispatch(operation) {
   const recent = recentTokens.get(operation.session) || [];
   recent.push([performance.now(), Math.max(0, operation.tokens)]);
@@ -45,7 +51,10 @@ function dispatch(operation) {
   for (const listener of listeners) listener(operation);
 }
 
-// Returns a function that calls `work` once, `wait` milliseconds after its own last call.
+/**
+ * Returns a function that calls `work` once, `wait` milliseconds after its own last call.
+ * @param {() => unknown} work
+ */
 export function debounce(work, wait = 150) {
   let timer = 0;
   return () => {

@@ -1,7 +1,7 @@
 // The entry point: routes URL hashes to views.
 
-import { ApiError, get, setKey } from "./api.js";
-import { byId, fill, h, promptDialog, showStatus } from "./dom.js";
+import { ApiError, get, messageOf, setKey } from "./api.js";
+import { byId, fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { chat } from "./chat.js";
 import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
@@ -11,8 +11,6 @@ import { operations } from "./operations.js";
 import { session } from "./session.js";
 import { sessions } from "./sessions.js";
 import { tree } from "./tree.js";
-
-/** @typedef {{signal: AbortSignal, edits: boolean, parts: string[], settings: any}} View */
 
 /** @type {[RegExp, (container: any, view: View) => Promise<void>][]} */
 const VIEWS = [
@@ -28,8 +26,10 @@ const VIEWS = [
 
 const content = byId("content");
 let currentView = new AbortController(); // aborted when the view is left
+/** @type {PageSettings} */
 let settings = { edits: false, model: "" };
 
+/** @param {boolean} focus whether the content gets it */
 async function showView(focus) {
   const hash = location.hash;
   if (hash && !hash.startsWith("#/")) return; // an anchor inside the current view
@@ -39,11 +39,7 @@ async function showView(focus) {
   const { signal } = currentView;
   showStatus("");
   document.body.classList.remove("menu-open");
-  for (const link of document.querySelectorAll("nav a")) {
-    const isCurrent = link.getAttribute("href") === (hash || "#/");
-    if (isCurrent) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  markCurrent(document.querySelectorAll("nav a"));
   const [pattern, view] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
   const container = h("div");
   fill(content, container);
@@ -53,7 +49,7 @@ async function showView(focus) {
   } catch (error) {
     if (signal.aborted) return;
     if (error instanceof ApiError && error.status === 401) return askForKey();
-    fill(container, h("h1", {}, "Error"), h("p", {}, error.message));
+    fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)));
   }
   if (signal.aborted) return;
   if (focus && view !== chat) content.focus({ preventScroll: true });
@@ -73,7 +69,7 @@ async function start() {
     settings = await get("/v1/page");
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) return askForKey();
-    showStatus(error.message, true);
+    showStatus(messageOf(error), true);
   }
   const connection = h("span", { class: "state" });
   fill(byId("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);

@@ -7,7 +7,6 @@ import { missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
 import { canGoBackTo, countOf, rangesOf } from "./turns.js";
 
-/** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
  * @typedef {object} Actions  What the panel asks of the chat.
@@ -73,7 +72,7 @@ const isPrompt = (memory) => Boolean(memory.tokens && memory.last_prompt) && !Ob
 /** @param {Memory} memory @param {any} lastAnswer */
 function answerSentence(memory, lastAnswer) {
   if (lastAnswer) return answerText(lastAnswer.timings, lastAnswer.held);
-  if (isPrompt(memory)) return `Of the last prompt, ${reuseText(memory.last_prompt)}.`;
+  if (memory.last_prompt && isPrompt(memory)) return `Of the last prompt, ${reuseText(memory.last_prompt)}.`;
   return "";
 }
 

@@ -1,6 +1,5 @@
 // What the memory beside the chat says, as sentences: values only, no elements.
 
-/** @typedef {import("./turns.js").Memory} Memory */
 
 import { cellsOf, sharesOf, standingText } from "./turns.js";
 

@@ -22,7 +22,7 @@ export function turnElement(turn, buttons) {
 
 /**
  * Creates the note that a message is pinned, compressed or forgotten, in part or whole; null if it is not.
- * @param {import("./turns.js").Memory} memory @param {Part} part
+ * @param {Memory} memory @param {Part} part
  */
 export function standingNote(memory, { start, end }) {
   const text = standingText(sharesOf(memory, start, end));

@@ -1,10 +1,11 @@
 // Prompts that missed the prefix cache: where they differ from the nearest text, and why. Pinned prompts.
 
-import { get, send } from "./api.js";
+import { get, messageOf, send } from "./api.js";
 import { clock, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 
 const PATH = "/v1/prefix/misses";
 const PINS_PATH = "/v1/prefix/pins";
+/** @type {Record<string, string>} */
 const REASONS = {
   cold: "No evaluated text begins with the same tokens.",
   differs: "The nearest text continues differently.",
@@ -18,7 +19,9 @@ const REASONS = {
   settings: "The nearest session has another policy, budget, prefill step or KV bits.",
 };
 
+/** @param {HTMLElement} container @param {View} view */
 export async function misses(container, { parts, edits }) {
+  /** @type {[{data: Miss[]}, {data: PrefixPin[]}]} */
   const [{ data }, pins] = await Promise.all([get(PATH), get(PINS_PATH)]);
   const [, selected] = parts; // the number of one prompt, in the URL
   const shown = selected ? data.filter((miss) => String(miss.number) === selected) : data;
@@ -27,12 +30,16 @@ export async function misses(container, { parts, edits }) {
   fill(container, heading, explainForm(cards), selected ? null : pinnedPrompts(pins.data, edits), cards);
 }
 
-// The prompts that requests protect from eviction; null if there are none.
+/**
+ * Lists the prompts that requests protect from eviction; null if there are none.
+ * @param {PrefixPin[]} pins @param {boolean} edits
+ */
 function pinnedPrompts(pins, edits) {
   if (!pins.length) return null;
   return h("section", { class: "pins" }, h("h2", {}, "Pinned prompts"), h("ul", {}, pins.map((pin) => pinEntry(pin, edits))));
 }
 
+/** @param {PrefixPin} pin @param {boolean} edits */
 function pinEntry(pin, edits) {
   const release = async () => {
     try {
@@ -40,7 +47,7 @@ function pinEntry(pin, edits) {
       entry.remove();
       showStatus("released");
     } catch (error) {
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
   const key = pin.prompt_cache_key === null ? "" : `, key ${pin.prompt_cache_key}`;
@@ -56,15 +63,16 @@ function pinEntry(pin, edits) {
   return entry;
 }
 
+/** @param {HTMLElement} cards */
 function explainForm(cards) {
   const text = h("textarea", { rows: "3", id: "prompt", required: true });
-  const explain = async (event) => {
+  const explain = async (/** @type {Event} */ event) => {
     event.preventDefault();
     try {
       const result = await send("POST", "/v1/prefix/explain", { text: text.value, special: true });
       cards.prepend(card(result));
     } catch (error) {
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
   return h(
@@ -76,6 +84,7 @@ function explainForm(cards) {
   );
 }
 
+/** @param {Miss} miss @param {string} [selected] */
 function card(miss, selected) {
   const when = miss.created ? `, ${clock(miss.created)}` : "";
   const name = miss.number ? `Prompt ${miss.number}` : "This prompt";
@@ -97,28 +106,32 @@ function card(miss, selected) {
   );
 }
 
-// Returns what of a prompt was reused, and how much of that was moved in place, as in /v1/prefix/explain.
+/**
+ * Returns what of a prompt was reused, and how much of that was moved in place, as in /v1/prefix/explain.
+ * @param {Reuse} reuse
+ */
 export function reuseText({ prompt_tokens, reused, moved, reread }) {
   const text = `${number(reused)} of ${number(prompt_tokens)} tokens reused`;
-  return moved === undefined ? text : `${text}, ${number(moved)} of them moved in place, ${number(reread)} others read again`;
+  return moved === undefined ? text : `${text}, ${number(moved)} of them moved in place, ${number(reread || 0)} others read again`;
 }
 
 /**
  * Returns the entry of a session's last prompt among the recent misses, which name the session that is nearest.
- * @param {any[]} data @param {any} memory
+ * @param {Miss[]} data @param {Memory} memory
  */
 export const missOf = (data, { name, parent, last_prompt: prompt }) =>
-  data.find((miss) => [name, parent, null].includes(miss.session) && miss.prompt_tokens === prompt.prompt_tokens && miss.reused === prompt.reused);
+  data.find((miss) => [name, parent, null].includes(miss.session) && miss.prompt_tokens === prompt?.prompt_tokens && miss.reused === prompt.reused);
 
 /**
  * Creates what says why a prompt was not reused further: a sentence, and the two texts.
- * @param {any} miss
+ * @param {Miss} miss
  */
 export const missElements = (miss) => [
   h("p", {}, REASONS[miss.reason] || miss.reason, " ", h("a", { href: `#/missed/${miss.number}` }, `Prompt ${miss.number}`)),
   miss.prompt_text === undefined ? null : differingTexts(miss),
 ];
 
+/** @param {Miss} miss */
 function differingTexts(miss) {
   return h(
     "div",

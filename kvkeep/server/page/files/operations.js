@@ -7,6 +7,7 @@ import { onOperation } from "./live.js";
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
 
+/** @param {HTMLElement} container @param {View} view */
 export async function operations(container, { signal }) {
   const rows = h("tbody");
   const { data } = await get(PATH);
@@ -28,6 +29,7 @@ export async function operations(container, { signal }) {
   );
 }
 
+/** @param {Operation} operation */
 function row(operation) {
   return h(
     "tr",

@@ -1,131 +1,179 @@
 // One session: its strip, its text, its spans.
 
-import { get } from "./api.js";
-import { Change, selectionBar, sessionButtons } from "./actions.js";
+import { get, messageOf } from "./api.js";
+import { selectionBar, sessionButtons } from "./actions.js";
 import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { reuseText } from "./misses.js";
+import { fetchPieces } from "./pieces.js";
+import { Change } from "./session_change.js";
 import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
-import { fetchPieces, redraw, Selection, tokenElements } from "./tokens.js";
+import { redraw, Selection, tokenElements } from "./tokens.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 
+/** @param {HTMLElement} container @param {View} view */
 export async function session(container, { signal, edits, parts }) {
   const name = parts[1];
-  const path = `/v1/sessions/${name}/memory`;
-  let memory = await get(path);
-  let isDrawn = false; // whether what is drawn shows `memory`
-  /** @type {number | null} */
-  let stableRevision = null; // a revision in which the selected tokens still have the same numbers
-  let [lastRequest, lastApplied] = [0, 0]; // numbers of requests for the memory
-  /** @type {number | null} */
-  let first = null; // first token of the text that is shown; null for the end of the text
-  const facts = h("p");
-  const text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
-  const paging = h("div", { class: "actions" });
-
-  const reload = async () => {
-    const request = ++lastRequest;
-    try {
-      const latest = await get(path);
-      if (signal.aborted || request < lastApplied) return;
-      lastApplied = request;
-      const unchanged = latest.revision === memory.revision && isDrawn;
-      memory = latest;
-      if (unchanged) fill(facts, factLine(memory)); // tokens under the pointer stay in place
-      else await draw();
-    } catch (error) {
-      if (!signal.aborted) showStatus(error.message, true);
-    }
-  };
-  const markStable = (revision) => {
-    stableRevision = revision;
-  };
-  const view = { reload, markStable, pendingChanges: 0 };
-  const newChange = edits ? () => new Change(name, memory.revision, view) : null;
-  const selection = new Selection(() => {
-    selectionControls.update();
-    markSelected(selection);
-  }, signal);
-  const textOf = async (start, end) => (await fetchPieces(name, start, end)).map((piece) => piece.text).join("");
-  const selectSpan = (label) => {
-    const span = memory.spans[label];
-    if (span) selection.set(span.start, span.end, memory.revision, label);
-  };
-  const selectionControls = selectionBar(selection, newChange, () => memory, textOf, selectSpan);
-  const firstShown = () => (first === null ? Math.max(0, memory.tokens - SHOWN) : first);
-  const selectToken = async (token) => {
-    const { revision } = memory;
-    if (token < firstShown() || token >= firstShown() + SHOWN) {
-      first = Math.max(0, token - SHOWN / 2);
-      await redrawText();
-    }
-    selection.set(token, token + 1, revision);
-    text.querySelector(`[data-at="${token}"]`)?.scrollIntoView({ block: "nearest" });
-  };
-  const tokenStrip = strip(name, selectToken);
-
-  async function drawText() {
-    const [start, drawnMemory, drawnFirst] = [firstShown(), memory, first];
-    const end = Math.min(drawnMemory.tokens, start + SHOWN);
-    const tokens = await fetchPieces(name, start, end);
-    if (drawnMemory.revision !== memory.revision || drawnFirst !== first) return; // outdated by a later call
-    redraw(text, tokenElements(tokens, drawnMemory));
-    const pageButton = (label, page) => h("button", { onclick: () => showFrom(page) }, label);
-    fill(
-      paging,
-      start > 0 ? pageButton("Earlier", Math.max(0, start - SHOWN)) : null,
-      end < drawnMemory.tokens ? pageButton("Later", end) : null,
-    );
-    markSelected(selection);
-  }
-  const showFrom = (start) => {
-    first = start + SHOWN >= memory.tokens ? null : start;
-    return redrawText();
-  };
-  const redrawText = () => drawText().catch((error) => signal.aborted || showStatus(error.message, true));
-
-  async function draw() {
-    fill(facts, factLine(memory));
-    tokenStrip.draw(memory);
-    selectionControls.updateSpans();
-    if (selection.follow(memory, stableRevision)) {
-      showStatus("The session has changed; the selection was cleared.");
-    }
-    selectionControls.update();
-    isDrawn = true;
-    await drawText();
-  }
-
-  const reloadSoon = debounce(() => {
-    if (view.pendingChanges) reloadSoon(); // the operation may be this page's own change
-    else reload();
-  });
-  onOperation((operation) => {
-    if (operation && operation.session !== name) return;
-    // Revisions may restart: after a restart of the server, or with a new session of this name.
-    if (!operation || operation.what === "delete") {
-      [isDrawn, stableRevision] = [false, null];
-      selection.clear();
-    }
-    reloadSoon();
-  }, signal);
-  const memoryView = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), text, paging);
-  const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
-  const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, () => memory) : null);
-  fill(
-    container,
-    title(name, path, buttons),
-    facts,
-    tokenStrip.element,
-    selectionControls.element,
-    memoryView,
-  );
-  await draw();
-  text.scrollTop = text.scrollHeight;
+  const memory = await get(`/v1/sessions/${name}/memory`);
+  await new SessionView(container, signal, edits, memory).open();
 }
 
+class SessionView {
+  /** @param {HTMLElement} container @param {AbortSignal} signal @param {boolean} edits @param {Memory} memory */
+  constructor(container, signal, edits, memory) {
+    const { name } = memory;
+    this.name = name;
+    this.signal = signal;
+    this.memory = memory;
+    this.isDrawn = false; // whether what is drawn shows `memory`
+    /** @type {number | null} */
+    this.stableRevision = null; // a revision in which the selected tokens still have the same numbers
+    this.pendingChanges = 0;
+    this.lastRequest = 0; // numbers of requests for the memory
+    this.lastApplied = 0;
+    /** @type {number | null} */
+    this.first = null; // first token of the text that is shown; null for the end of the text
+    this.facts = h("p");
+    this.text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
+    this.paging = h("div", { class: "actions" });
+    const newChange = () => new Change(name, this.memory.revision, this);
+    const current = () => this.memory;
+    this.selection = new Selection(() => this.onSelection(), signal);
+    const textOf = async (/** @type {number} */ start, /** @type {number} */ end) => (await fetchPieces(name, start, end)).map((piece) => piece.text).join("");
+    this.controls = selectionBar(this.selection, edits ? newChange : null, current, textOf, (label) => this.selectSpan(label));
+    this.strip = strip(name, (token) => this.selectToken(token));
+    this.listen();
+    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), this.text, this.paging);
+    const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
+    const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, current) : null);
+    fill(container, title(memory.title || name, this.path, buttons), this.facts, this.strip.element, this.controls.element, section);
+  }
+
+  get path() {
+    return `/v1/sessions/${this.name}/memory`;
+  }
+
+  listen() {
+    const reloadSoon = debounce(() => {
+      if (this.pendingChanges) reloadSoon(); // the operation may be this page's own change
+      else this.reload();
+    });
+    onOperation((operation) => {
+      if (operation && operation.session !== this.name) return;
+      // Revisions may restart: after a restart of the server, or with a new session of this name.
+      if (!operation || operation.what === "delete") {
+        [this.isDrawn, this.stableRevision] = [false, null];
+        this.selection.clear();
+      }
+      reloadSoon();
+    }, this.signal);
+  }
+
+  async open() {
+    await this.draw();
+    this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  async reload() {
+    const request = ++this.lastRequest;
+    try {
+      const latest = await get(this.path);
+      if (this.signal.aborted || request < this.lastApplied) return;
+      this.lastApplied = request;
+      const unchanged = latest.revision === this.memory.revision && this.isDrawn;
+      this.memory = latest;
+      if (unchanged) fill(this.facts, factLine(latest)); // tokens under the pointer stay in place
+      else await this.draw();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  /** @param {unknown} error */
+  fail(error) {
+    if (!this.signal.aborted) showStatus(messageOf(error), true);
+  }
+
+  /** @param {number} revision */
+  markStable(revision) {
+    this.stableRevision = revision;
+  }
+
+  async draw() {
+    fill(this.facts, factLine(this.memory));
+    this.strip.draw(this.memory);
+    this.controls.updateSpans();
+    if (this.selection.follow(this.memory, this.stableRevision)) {
+      showStatus("The session has changed; the selection was cleared.");
+    }
+    this.controls.update();
+    this.isDrawn = true;
+    await this.drawText();
+  }
+
+  get firstShown() {
+    return this.first === null ? Math.max(0, this.memory.tokens - SHOWN) : this.first;
+  }
+
+  async drawText() {
+    const [start, memory, first] = [this.firstShown, this.memory, this.first];
+    const end = Math.min(memory.tokens, start + SHOWN);
+    const tokens = await fetchPieces(this.name, start, end);
+    if (memory.revision !== this.memory.revision || first !== this.first) return; // outdated by a later call
+    redraw(this.text, tokenElements(tokens, memory));
+    const pageButton = (/** @type {string} */ label, /** @type {number} */ page) => h("button", { onclick: () => this.showFrom(page) }, label);
+    fill(
+      this.paging,
+      start > 0 ? pageButton("Earlier", Math.max(0, start - SHOWN)) : null,
+      end < memory.tokens ? pageButton("Later", end) : null,
+    );
+    this.markSelected();
+  }
+
+  redrawText() {
+    return this.drawText().catch((error) => this.fail(error));
+  }
+
+  /** @param {number} start */
+  showFrom(start) {
+    this.first = start + SHOWN >= this.memory.tokens ? null : start;
+    return this.redrawText();
+  }
+
+  /** @param {string} label of a span */
+  selectSpan(label) {
+    const span = this.memory.spans[label];
+    if (span) this.selection.set(span.start, span.end, this.memory.revision, label);
+  }
+
+  /** @param {number} token */
+  async selectToken(token) {
+    const { revision } = this.memory;
+    if (token < this.firstShown || token >= this.firstShown + SHOWN) {
+      this.first = Math.max(0, token - SHOWN / 2);
+      await this.redrawText();
+    }
+    this.selection.set(token, token + 1, revision);
+    this.text.querySelector(`[data-at="${token}"]`)?.scrollIntoView({ block: "nearest" });
+  }
+
+  onSelection() {
+    this.controls.update();
+    this.markSelected();
+  }
+
+  markSelected() {
+    const { start, end } = this.selection;
+    for (const element of this.text.querySelectorAll("[data-at]")) {
+      const at = Number(element.getAttribute("data-at"));
+      element.classList.toggle("selected", at >= start && at < end);
+    }
+  }
+}
+
+/** @param {Memory} memory */
 function factLine(memory) {
   const budget = memory.max_kv_size ? ` of ${number(memory.max_kv_size)}` : "";
   const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} shared` : "";
@@ -142,7 +190,10 @@ function factLine(memory) {
   ].flat();
 }
 
-// Returns what local windows, states and checkpoints take, and what a rewind costs; "" without any.
+/**
+ * Returns what local windows, states and checkpoints take, and what a rewind costs; "" without any.
+ * @param {Memory} memory
+ */
 function overwrittenParts(memory) {
   const { cells, ...others } = memory.bytes_by_part;
   const parts = Object.entries(others).filter(([, size]) => size);
@@ -155,11 +206,4 @@ function overwrittenParts(memory) {
     ends ? `Checkpoints after ${ends} tokens. ` : "",
     evaluated === null ? "" : `A rewind of one token evaluates ${number(evaluated)} again. `,
   ].join("");
-}
-
-function markSelected(selection) {
-  for (const element of document.querySelectorAll("[data-at]")) {
-    const at = Number(element.getAttribute("data-at"));
-    element.classList.toggle("selected", at >= selection.start && at < selection.end);
-  }
 }

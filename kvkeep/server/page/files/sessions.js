@@ -1,16 +1,18 @@
 // The list of sessions: what they hold and how fast they run.
 
-import { get, send } from "./api.js";
+import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
+/** @param {HTMLElement} container @param {View} view */
 export async function sessions(container, { signal, edits }) {
   const rows = h("tbody");
   const summary = h("p");
   const reload = async () => {
     try {
+      /** @type {{data: SessionEntry[]}} */
       const { data } = await get(PATH);
       if (signal.aborted) return;
       fill(rows, data.map(row));
@@ -19,7 +21,7 @@ export async function sessions(container, { signal, edits }) {
         ? `${number(data.length)} sessions, ${bytes(held)} in memory (shared cells are counted in each session).`
         : "No sessions yet.";
     } catch (error) {
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
   onOperation(debounce(reload), signal);
@@ -41,8 +43,10 @@ export async function sessions(container, { signal, edits }) {
   await reload();
 }
 
+/** @param {string} name */
 const rateText = (name) => (rate(name) ? rate(name).toFixed(1) : "");
 
+/** @param {SessionEntry} entry */
 function row(entry) {
   const budget = entry.max_kv_size ? ` of ${number(entry.max_kv_size)}` : "";
   const inMemory = entry.in_memory;
@@ -58,10 +62,11 @@ function row(entry) {
   );
 }
 
+/** @param {SessionEntry | Memory} entry */
 export function stateText(entry) {
   const words = [];
   if (entry.busy) words.push("busy");
-  if (entry.in_memory === false) words.push("on disk");
+  if ("in_memory" in entry && !entry.in_memory) words.push("on disk");
   if (entry.resident) words.push("stays in memory");
   words.push(entry.saved_revision === entry.revision ? "saved" : `revision ${entry.revision}`);
   return words.join(", ");
@@ -83,6 +88,6 @@ async function createSession() {
     const created = await send("POST", "/v1/sessions", body);
     location.hash = `#/sessions/${created.name}`;
   } catch (error) {
-    showStatus(error.message, true);
+    showStatus(messageOf(error), true);
   }
 }

@@ -1,13 +1,17 @@
 // A session as a strip of its tokens, coloured by status.
 
-import { get } from "./api.js";
 import { fill, h, number } from "./dom.js";
 import { debounce } from "./live.js";
+import { fetchPieces } from "./pieces.js";
+import { statusOf } from "./turns.js";
+import { legend } from "./turn_strip.js";
 
-export const STATUSES = ["kept", "pinned", "window", "grouped", "compressed", "forgotten"];
 const PREVIEW = 12; // tokens on either side of the pointer
 
-// Creates a strip. draw(memory): draws it for a session's memory. onSelect: called with a token.
+/**
+ * Creates a strip. draw(memory): draws it for a session's memory.
+ * @param {string} name @param {(token: number) => void} onSelect
+ */
 export function strip(name, onSelect) {
   const bars = h("div", { class: "bars" });
   const spanMarks = h("div", { class: "marks" });
@@ -22,36 +26,38 @@ export function strip(name, onSelect) {
     "aria-valuenow": "0",
   });
   slider.append(bars, spanMarks);
-  const legend = h("ul", { class: "legend" });
-  /** @type {any} */
-  let memory = { tokens: 0, runs: [], spans: {} };
+  const legendPart = h("div");
+  /** @type {Pick<Memory, "tokens" | "runs">} */
+  let memory = { tokens: 0, runs: [] };
   let at = 0;
 
   const showPreview = debounce(async () => {
     if (!memory.tokens) return;
     const start = Math.max(0, at - PREVIEW);
-    const { pieces } = await get(`/v1/sessions/${name}/text?start=${start}&end=${at + PREVIEW}`);
+    const pieces = await fetchPieces(name, start, Math.min(memory.tokens, at + PREVIEW));
     const text = pieces.map((piece) => piece.text).join("");
     fill(preview, `Token ${number(at)}, ${statusOf(memory, at)}: `, h("q", {}, text));
   }, 60);
-  const moveTo = (token) => {
+  const moveTo = (/** @type {number} */ token) => {
     at = Math.min(Math.max(0, token), Math.max(0, memory.tokens - 1));
     slider.setAttribute("aria-valuenow", String(at));
     slider.setAttribute("aria-valuetext", `token ${at}, ${statusOf(memory, at)}`);
     showPreview();
   };
-  const tokenUnder = (event) => {
+  const tokenUnder = (/** @type {MouseEvent} */ event) => {
     const box = slider.getBoundingClientRect();
     return Math.floor(((event.clientX - box.left) / box.width) * memory.tokens);
   };
-  slider.addEventListener("pointermove", (event) => moveTo(tokenUnder(event)));
-  slider.addEventListener("click", (event) => {
+  slider.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => moveTo(tokenUnder(event)));
+  slider.addEventListener("click", (/** @type {MouseEvent} */ event) => {
     moveTo(tokenUnder(event));
     onSelect(at);
   });
-  slider.addEventListener("keydown", (event) => {
+  slider.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const page = Math.max(1, Math.round(memory.tokens / 20));
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1, PageUp: page, PageDown: -page }[event.key];
+    /** @type {Record<string, number>} */
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1, PageUp: page, PageDown: -page };
+    const step = steps[event.key];
     if (step) moveTo(at + step);
     else if (event.key === "Home") moveTo(0);
     else if (event.key === "End") moveTo(memory.tokens - 1);
@@ -60,41 +66,30 @@ export function strip(name, onSelect) {
     event.preventDefault();
   });
 
-  function draw(newMemory) {
-    memory = newMemory;
-    slider.setAttribute("aria-valuemax", String(Math.max(0, memory.tokens - 1)));
-    fill(bars, memory.runs.map((run) => h("span", { class: run.standing, style: { flexGrow: String(run.count) } })));
-    const spans = Object.entries(memory.spans).filter(([, span]) => span.end > span.start);
-    const spanElements = spans.map(([label, span]) => spanMark(label, span, memory.tokens));
-    const checkpoints = (memory.checkpoints || []).map((end) => checkpointMark(end, memory.tokens));
-    fill(spanMarks, memory.tokens ? [...spanElements, ...checkpoints] : []);
-    /** @type {[string, number][]} */
-    const counts = STATUSES.map((status) => [status, countOf(memory, status)]);
-    fill(legend, counts.filter(([, count]) => count).map(legendEntry));
-    moveTo(Math.min(at, memory.tokens));
+  /** @param {Memory} shown */
+  function draw(shown) {
+    memory = shown;
+    slider.setAttribute("aria-valuemax", String(Math.max(0, shown.tokens - 1)));
+    fill(bars, shown.runs.map((run) => h("span", { class: run.standing, style: { flexGrow: String(run.count) } })));
+    const spans = Object.entries(shown.spans).filter(([, span]) => span.end > span.start);
+    const spanElements = spans.map(([label, span]) => spanMark(label, span, shown.tokens));
+    const checkpoints = shown.checkpoints.map((end) => checkpointMark(end, shown.tokens));
+    fill(spanMarks, shown.tokens ? [...spanElements, ...checkpoints] : []);
+    fill(legendPart, legend(shown));
+    moveTo(Math.min(at, shown.tokens));
   }
 
-  return { element: h("div", {}, slider, preview, legend), draw };
+  return { element: h("div", {}, slider, preview, legendPart), draw };
 }
 
+/** @param {string} label @param {Span} span @param {number} tokens */
 function spanMark(label, span, tokens) {
   const style = { left: `${(100 * span.start) / tokens}%`, width: `${(100 * (span.end - span.start)) / tokens}%` };
   return h("span", { title: label, style });
 }
 
+/** @param {number} end @param {number} tokens */
 function checkpointMark(end, tokens) {
   const style = { left: `calc(${(100 * end) / tokens}% - 1px)`, width: "2px" };
   return h("span", { class: "checkpoint", title: `checkpoint after ${number(end)} tokens`, style });
-}
-
-const legendEntry = ([status, count]) =>
-  h("li", {}, h("span", { class: `swatch ${status}` }), ` ${status} ${number(count)}`);
-
-const countOf = (memory, status) =>
-  memory.runs.filter((run) => run.standing === status).reduce((sum, run) => sum + run.count, 0);
-
-// Returns a token's status: kept, pinned, window, ... ("standing" in the API).
-export function statusOf(memory, token) {
-  const run = memory.runs.find(({ start, count }) => token >= start && token < start + count);
-  return run ? run.standing : "";
 }

@@ -1,23 +1,12 @@
 // Tokens as text that can be selected, and the selection.
 
-import { get } from "./api.js";
 import { fill, h } from "./dom.js";
-import { statusOf } from "./strip.js";
+import { statusOf } from "./turns.js";
 
-const MAX_PIECES = 4096; // tokens that one request returns
-
-// Fetches tokens `start ... end - 1`, each with its text and its number `at`.
-export async function fetchPieces(name, start, end) {
-  const pieces = [];
-  for (let first = start; first < end; first += MAX_PIECES) {
-    const last = Math.min(end, first + MAX_PIECES);
-    const part = await get(`/v1/sessions/${name}/text?start=${first}&end=${last}`);
-    pieces.push(...part.pieces);
-  }
-  return pieces.map((piece, index) => ({ ...piece, at: start + index }));
-}
-
-// Creates an element for each token, with its number and the revision in which it has that number.
+/**
+ * Creates an element for each token, with its number and the revision in which it has that number.
+ * @param {Piece[]} tokens @param {Memory} memory
+ */
 export function tokenElements(tokens, memory) {
   return tokens.map((token) => {
     const status = statusOf(memory, token.at);
@@ -28,6 +17,7 @@ export function tokenElements(tokens, memory) {
 
 // Replaces the children of an element. First removes the browser's selection there: it would move to
 // other tokens among the new children, or to all of them.
+/** @param {Element} element @param {any[]} children */
 export function redraw(element, ...children) {
   const selected = document.getSelection();
   const hasSelection = selected && selected.rangeCount && !selected.isCollapsed;
@@ -38,7 +28,7 @@ export function redraw(element, ...children) {
 // The selected tokens `start ... end - 1` of a session at one revision, and the name of their span if
 // they were selected by it. Tokens are selected in the text, by number, or by span.
 export class Selection {
-  // onChange: called after each change.
+  /** @param {() => void} onChange called after each change @param {AbortSignal} signal */
   constructor(onChange, signal) {
     this.start = 0;
     this.end = 0;
@@ -73,6 +63,7 @@ export class Selection {
   // Moves to the session's current revision, in which the same numbers may mean other tokens.
   // stableRevision: the last revision in which tokens are known to have kept their numbers.
   // Returns whether the selection was lost.
+  /** @param {Memory} memory @param {number | null} stableRevision */
   follow(memory, stableRevision) {
     const [before, hadTokens] = [this.revision, !this.empty];
     this.revision = memory.revision;
@@ -95,9 +86,12 @@ export class Selection {
   }
 }
 
-// Whether a range includes some of an element's text, not only its edge.
+/**
+ * Whether a range includes some of an element's text, not only its edge.
+ * @param {Range} range @param {Element} element
+ */
 function includesText(range, element) {
-  const text = element.firstChild;
+  const text = /** @type {Text | null} */ (element.firstChild);
   if (!text || !range.intersectsNode(text)) return false;
   const from = range.startContainer === text ? range.startOffset : 0;
   const to = range.endContainer === text ? range.endOffset : text.length;

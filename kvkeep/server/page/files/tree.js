@@ -1,11 +1,12 @@
 // The tree of forks, with the snapshots of each session.
 
-import { get, send } from "./api.js";
+import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
+/** @param {HTMLElement} container @param {View} view */
 export async function tree(container, { signal, edits }) {
   const forest = h("div");
   const reload = async () => {
@@ -13,7 +14,7 @@ export async function tree(container, { signal, edits }) {
       const [sessions, snapshots] = await Promise.all([get(PATH), fetchSnapshots()]);
       if (!signal.aborted) fill(forest, forestOf(sessions.data, snapshots, edits));
     } catch (error) {
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
   onOperation(debounce(reload), signal);
@@ -21,6 +22,7 @@ export async function tree(container, { signal, edits }) {
   await reload();
 }
 
+/** @returns {Promise<SnapshotEntry[]>} */
 async function fetchSnapshots() {
   try {
     return (await get("/v1/snapshots")).data;
@@ -29,13 +31,16 @@ async function fetchSnapshots() {
   }
 }
 
+/** @param {SessionEntry[]} sessions @param {SnapshotEntry[]} snapshots @param {boolean} edits */
 function forestOf(sessions, snapshots, edits) {
   const names = new Set(sessions.map((entry) => entry.name));
+  /** @type {Map<string, SessionEntry[]>} */
   const children = new Map(); // by parent; "" for roots
   for (const entry of sessions) {
-    const parent = names.has(entry.parent) && entry.parent !== entry.name ? entry.parent : "";
+    const parent = entry.parent && names.has(entry.parent) && entry.parent !== entry.name ? entry.parent : "";
     children.set(parent, [...(children.get(parent) || []), entry]);
   }
+  /** @param {SessionEntry} entry @returns {HTMLElement} */
   const branch = (entry) => {
     const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
     const forks = children.get(entry.name) || [];
@@ -44,11 +49,12 @@ function forestOf(sessions, snapshots, edits) {
     const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...forks.map(branch)];
     return h("li", {}, sessionLink(entry.name), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
-  const orphans = snapshots.filter((snapshot) => !names.has(snapshot.session));
+  const orphans = snapshots.filter((snapshot) => !snapshot.session || !names.has(snapshot.session));
   const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];
   return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "No sessions yet.");
 }
 
+/** @param {SnapshotEntry} snapshot @param {boolean} edits */
 function leaf(snapshot, edits) {
   const restore = async () => {
     const fields = [{ name: "name", label: "New session name (optional)" }];
@@ -59,7 +65,7 @@ function leaf(snapshot, edits) {
       const restored = await send("POST", `/v1/snapshots/${snapshot.name}/restore`, body);
       location.hash = `#/sessions/${restored.name}`;
     } catch (error) {
-      showStatus(error.message, true);
+      showStatus(messageOf(error), true);
     }
   };
   return h(

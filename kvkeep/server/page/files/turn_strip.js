@@ -1,9 +1,8 @@
 // The whole context as a strip of turns, as wide as their cells and coloured by standing.
 
 import { fill, h, number } from "./dom.js";
-import { cellsOf, countOf, sharesOf, STANDINGS, standingText } from "./turns.js";
+import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, standingText } from "./turns.js";
 
-/** @typedef {import("./turns.js").Memory} Memory */
 /** @typedef {import("./turns.js").Turn} Turn */
 
 const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
@@ -16,6 +15,7 @@ const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
 export function turnStrip(onPoint, onSelect) {
   const bars = h("div", { class: "turn-bars", role: "group", "aria-label": "Memory by turn; arrow keys move, Enter selects" });
   const free = h("span", { class: "free", title: "free cells" });
+  const residual = h("span", { class: "residual", role: "img" });
   const element = h("div", { class: "turn-strip" }, bars);
 
   const buttons = () => /** @type {HTMLElement[]} */ ([...bars.querySelectorAll("button")]);
@@ -45,7 +45,12 @@ export function turnStrip(onPoint, onSelect) {
       const focused = bars.contains(document.activeElement) ? /** @type {HTMLElement} */ (document.activeElement).dataset.turn : null;
       const total = Math.max(memory.cells, memory.max_kv_size || 0, 1);
       const entry = selected || turns.at(-1)?.label; // the one that Tab reaches
-      fill(bars, turns.map((turn) => bar(memory, turn, total, turn.label === entry)), free);
+      fill(bars, turns.map((turn) => bar(memory, turn, total, turn.label === entry)), residual, free);
+      const sparse = residualCells(memory);
+      residual.hidden = !sparse;
+      residual.style.flexGrow = String(sparse / total);
+      residual.title = residualText(memory);
+      residual.setAttribute("aria-label", residual.title);
       free.style.flexGrow = String(Math.max(0, 1 - memory.cells / total));
       for (const button of buttons()) if (button.dataset.turn === focused) button.focus();
     },
@@ -64,13 +69,19 @@ export function turnStrip(onPoint, onSelect) {
 function bar(memory, turn, total, reachable) {
   const shares = sharesOf(memory, turn.start, turn.end);
   const cells = cellsOf(shares);
-  const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}`;
+  const checkpoints = checkpointsOf(memory, turn.start, turn.end);
+  const after = checkpoints.length ? `, checkpoint after token ${checkpoints.map(({ at }) => number(at)).join(", ")}` : "";
+  const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}${after}`;
   const parts = shares.map(({ standing, cells: size }) => h("span", { class: standing, style: { flexGrow: String(size || 0.001) } }));
+  const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
   const style = { flexGrow: String(Math.max(NARROWEST, cells / total)) };
-  const button = h("button", { type: "button", "data-turn": turn.label, title: text, "aria-label": text, style }, parts);
+  const button = h("button", { type: "button", "data-turn": turn.label, title: text, "aria-label": text, style }, parts, marks);
   button.tabIndex = reachable ? 0 : -1;
   return button;
 }
+
+/** @param {Memory} memory */
+const residualText = (memory) => `${number(memory.residual_cells)} residual cells, over all layers and KV heads: each stands for a cluster of evicted cells`;
 
 /**
  * Creates the legend of a session: how many tokens have each standing.
@@ -78,7 +89,7 @@ function bar(memory, turn, total, reachable) {
  */
 export function legend(memory) {
   const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
-  entries.push(["residual", "cells", memory.residual_cells], ["checkpoint", "", memory.checkpoints.length]);
+  entries.push(["residual", "cells", memory.residual_cells], ["checkpoint", "places", memory.checkpoints.length]);
   return h(
     "ul",
     { class: "legend", "aria-label": "Legend" },

@@ -1,25 +1,5 @@
 // A session's text as turns, and what memory holds of each: values only, no elements.
 
-/** @typedef {{standing: string, start: number, count: number}} Run */
-/** @typedef {{start: number, end: number, remembered?: number}} Span */
-/**
- * @typedef {object} Memory  A session, as /v1/sessions/NAME/memory has it.
- * @property {string} name
- * @property {number} revision
- * @property {number} tokens
- * @property {number} cells
- * @property {number | null} max_kv_size
- * @property {number} bytes
- * @property {number} bytes_shared
- * @property {string | null} parent
- * @property {boolean} busy
- * @property {string} policy
- * @property {number[]} checkpoints
- * @property {number} residual_cells
- * @property {any} last_prompt
- * @property {Run[]} runs
- * @property {Record<string, Span>} spans
- */
 /** @typedef {"system" | "question" | "answer" | "tool" | "text"} Role */
 /** @typedef {{label: string, role: Role, start: number, end: number, text: string}} Part */
 /** @typedef {{label: string, number: number, start: number, end: number, parts: Part[]}} Turn */
@@ -41,10 +21,16 @@ const ROLES = { system: "system", user: "question", assistant: "answer", tool: "
 export function turnsOf(memory, texts) {
   const count = Math.min(memory.tokens, texts.length);
   if (!count) return [];
-  const named = namedTurns(memory.spans, texts);
-  const rest = named.at(-1)?.end || 0; // after the turns: of one in progress, or text that was fed
-  if (!named.length || texts.slice(rest, count).join("").trim()) named.push(...messageTurns(texts.slice(0, count), rest));
-  return named;
+  /** @type {Turn[]} */
+  const turns = [];
+  // Before the turns and after them is what was fed, and a turn in progress.
+  for (const turn of [...namedTurns(memory.spans, texts), null]) {
+    const [from, to] = [turns.at(-1)?.end || 0, turn ? turn.start : count];
+    const isOutside = !turn || !turns.length;
+    if (isOutside && from < to && texts.slice(from, to).join("").trim()) turns.push(...messageTurns(texts.slice(0, to), from));
+    if (turn) turns.push(turn);
+  }
+  return turns.map((turn, at) => (turns.findIndex(({ label }) => label === turn.label) < at ? { ...turn, label: `${turn.label} (${turn.start})` } : turn));
 }
 
 /** @param {Record<string, Span>} spans @param {string[]} texts @returns {Turn[]} */
@@ -140,18 +126,34 @@ function cellsPerToken(standing, compressed) {
   return standing === "compressed" ? compressed : 1;
 }
 
-// What compressed tokens hold on average: all cells that are not those of other tokens.
+// What compressed tokens hold on average: all cells that are neither residual nor those of other tokens.
 /** @param {Memory} memory */
 function cellsPerCompressedToken(memory) {
   const compressed = countOf(memory, "compressed");
   if (!compressed) return 0;
-  const others = memory.tokens - compressed - countOf(memory, "forgotten");
+  const others = memory.tokens - compressed - countOf(memory, "forgotten") + residualCells(memory);
   return Math.min(1, Math.max(0, (memory.cells - others) / compressed));
 }
 
 /** @param {Memory} memory @param {string} standing */
 export const countOf = (memory, standing) =>
   memory.runs.filter((run) => run.standing === standing).reduce((sum, run) => sum + run.count, 0);
+
+/**
+ * Returns how many of a session's cells are residual: they stand for evicted ones and belong to no token.
+ * @param {Memory} memory
+ */
+export const residualCells = (memory) => (memory.heads ? memory.residual_cells / memory.heads : 0);
+
+/**
+ * Returns where the checkpoints of a turn are, as parts of its cells: 1 is its end.
+ * @param {Memory} memory @param {number} start @param {number} end
+ */
+export function checkpointsOf(memory, start, end) {
+  const cells = cellsOf(sharesOf(memory, start, end));
+  const inside = memory.checkpoints.filter((at) => start < at && at <= end);
+  return inside.map((at) => ({ at, part: cells ? cellsOf(sharesOf(memory, start, at)) / cells : (at - start) / (end - start) }));
+}
 
 /**
  * Returns the ranges of `start ... end - 1` whose tokens have a wanted standing.
@@ -169,6 +171,12 @@ export function rangesOf(memory, start, end, wanted) {
   }
   return ranges;
 }
+
+/**
+ * Returns a token's standing; "" beyond the text.
+ * @param {Pick<Memory, "runs">} memory @param {number} token
+ */
+export const statusOf = ({ runs }, token) => runs.find(({ start, count }) => token >= start && token < start + count)?.standing || "";
 
 const WITHOUT_OWN_CELL = ["forgotten", "compressed", "grouped"];
 

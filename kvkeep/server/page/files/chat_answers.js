@@ -1,0 +1,131 @@
+// The answers of a conversation: sent messages, and what is generated for them, as it comes.
+
+import { changeError, changeHeaders } from "./session_change.js";
+import { get, messageOf, send, streamEvents } from "./api.js";
+import { keep, keptOf, nameFor, titleFor } from "./chat_settings.js";
+import { conversationsChanged } from "./conversations.js";
+import { fill, showStatus } from "./dom.js";
+import { openTurn } from "./message.js";
+import { countOf } from "./turns.js";
+
+const SETTLE_TRIES = 100;
+const SETTLE_EVERY = 100; // milliseconds
+
+export class ChatAnswers {
+  /** @param {import("./chat.js").ChatView} chat */
+  constructor(chat) {
+    this.chat = chat;
+    /** @type {AbortController | null} */
+    this.running = null; // while an answer is generated
+    /** @type {{timings: Timings, held: number} | null} */
+    this.last = null;
+    /** @type {number | null} */
+    this.appendedRevision = null; // in which the session's tokens are those of before, and an answer
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  /** @param {string} content */
+  async say(content) {
+    if (!(await this.chat.exclusively(() => this.begin(content)))) this.chat.frame.box.restore(content);
+  }
+
+  /** @param {string} content */
+  async begin(content) {
+    try {
+      if (this.chat.name === null) await this.create(content);
+    } catch (error) {
+      this.chat.frame.box.restore(content);
+      return showStatus(messageOf(error), true);
+    }
+    await this.takeTurn(content);
+  }
+
+  // Creates the session of a new conversation. Raises ApiError.
+  /** @param {string} content */
+  async create(content) {
+    const { chat } = this;
+    const title = titleFor(content);
+    const created = await send("POST", "/v1/sessions", { name: nameFor(content), title, ...chat.newSession });
+    chat.name = created.name;
+    keep(created.name, { sampling: chat.newSampling });
+    history.replaceState(null, "", `#/chat/${created.name}`);
+    chat.frame.setTitle(title);
+    fill(chat.frame.log);
+    chat.memory = await get(`${chat.path}/memory`);
+    conversationsChanged();
+  }
+
+  /** @param {string} content */
+  async takeTurn(content) {
+    const { chat } = this;
+    const { memory } = chat;
+    if (!memory) return;
+    const turn = openTurn(content);
+    if (!chat.turns.length) fill(chat.frame.log);
+    chat.frame.log.append(turn.element);
+    chat.frame.followEnd(true);
+    const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
+    const body = { content, stream: true, ...system, ...keptOf(memory.name).sampling };
+    await this.stream(body, turn, () => chat.frame.box.restore(content));
+  }
+
+  // Goes on with the newest answer, where it ended.
+  async continueAnswer() {
+    const { sampling } = keptOf(/** @type {string} */ (this.chat.name));
+    const turn = openTurn(null);
+    this.chat.frame.log.append(turn.element);
+    await this.stream({ stream: true, ...sampling }, turn, () => {});
+  }
+
+  // Streams an answer into a turn that is shown. onNothing: called if nothing of it was kept.
+  /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
+  async stream(body, turn, onNothing) {
+    const { chat } = this;
+    this.running = new AbortController();
+    chat.frame.box.setStoppable(true);
+    /** @type {unknown} */
+    let failure = null;
+    try {
+      await this.receive(body, turn, this.running.signal);
+    } catch (error) {
+      if (!(error instanceof DOMException && error.name === "AbortError")) failure = error;
+    }
+    turn.finish();
+    chat.frame.box.setStoppable(false);
+    if (turn.isEmpty) onNothing();
+    this.running = null;
+    if (chat.signal.aborted) return;
+    await this.settle();
+    if (failure) showStatus(changeError(failure), true);
+    conversationsChanged();
+  }
+
+  /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
+  async receive(body, turn, signal) {
+    const memory = /** @type {Memory} */ (this.chat.memory);
+    const [{ revision }, held] = [memory, memory.tokens - countOf(memory, "forgotten")];
+    const options = { headers: changeHeaders(revision), signal };
+    for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
+      if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
+      else if (kind === "token") turn.push(event);
+      else if (kind === "error") throw new Error(event.error.message);
+      else if (kind === "done") {
+        this.last = { timings: event.timings, held };
+        if (event.revision === revision + 1) this.appendedRevision = event.revision;
+      }
+    }
+  }
+
+  // Loads the session once it is no longer busy with an answer that was stopped.
+  async settle() {
+    for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
+      await this.chat.reload();
+      if (!this.chat.memory?.busy) break;
+      await new Promise((resolve) => setTimeout(resolve, SETTLE_EVERY));
+    }
+    if (this.chat.memory) await this.chat.draw();
+  }
+}

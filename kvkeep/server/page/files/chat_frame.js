@@ -1,0 +1,117 @@
+// What a conversation's view consists of: heading, strip, turns, message box and memory panel.
+
+import { composer } from "./composer.js";
+import { fill, h } from "./dom.js";
+import { memoryPanel } from "./memory_panel.js";
+import { turnStrip } from "./turn_strip.js";
+
+/** @typedef {import("./turns.js").Turn} Turn */
+/**
+ * @typedef {object} Handlers  What the view does when it is used.
+ * @property {(text: string) => void} say
+ * @property {() => void} stop
+ * @property {() => void} settings
+ * @property {import("./memory_panel.js").Actions} memory
+ */
+
+const READ_ONLY = "This page may only read here. Start the server with --allow-edit to chat and to edit.";
+const NEAR_END = 200; // pixels: a reader who is nearer to the end follows it
+
+export class ChatFrame {
+  /** @param {HTMLElement} container @param {boolean} edits @param {Handlers} handlers */
+  constructor(container, edits, handlers) {
+    /** @type {Memory | null} */
+    this.memory = null; // as it is drawn, with its turns
+    /** @type {Turn[]} */
+    this.turns = [];
+    /** @type {string | null} */
+    this.selected = null; // the label of a turn
+    /** @type {any} */
+    this.lastAnswer = null;
+    this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
+    this.heading = h("h1", {}, "New chat");
+    this.buttons = h("div", { class: "actions" });
+    this.box = composer(handlers.say, handlers.stop, handlers.settings);
+    this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
+    this.panel = memoryPanel(edits ? handlers.memory : null);
+    this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
+    const column = h("div", { class: "chat-column" }, this.log, edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
+    const header = h("div", { class: "chat-header" }, this.heading, this.buttons, this.panelButton);
+    this.element = h("div", { class: "chat" }, header, this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
+    fill(container, this.element);
+    this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(labelAt(event)));
+    this.log.addEventListener("pointerleave", () => this.point(null));
+    this.log.addEventListener("drawn", () => this.followEnd());
+  }
+
+  /** @param {string} title of the conversation */
+  setTitle(title) {
+    this.heading.textContent = title;
+    document.title = `${title} - kvkeep`;
+  }
+
+  /** @param {Memory} memory @param {Turn[]} turns @param {any} lastAnswer */
+  drawMemory(memory, turns, lastAnswer) {
+    [this.memory, this.turns, this.lastAnswer] = [memory, turns, lastAnswer];
+    if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
+    this.strip.draw(memory, turns, this.selected);
+    this.panel.draw(memory, turns, this.selected, lastAnswer);
+    this.element.classList.add("has-memory");
+    this.point(null);
+  }
+
+  // Lights a turn in the chat and in the strip.
+  /** @param {string | null} label */
+  point(label) {
+    this.strip.light(label, this.selected);
+    for (const element of this.log.querySelectorAll(".turn")) {
+      const own = element.getAttribute("data-turn");
+      element.classList.toggle("lit", own !== null && own === label);
+      element.classList.toggle("selected", own !== null && own === this.selected);
+    }
+  }
+
+  // Selects a turn, or none if it is the one that is selected. from: where it was chosen.
+  /** @param {string} label @param {"strip" | "chat"} from */
+  select(label, from) {
+    this.selected = label === this.selected && from === "strip" ? null : label;
+    if (this.memory) this.drawMemory(this.memory, this.turns, this.lastAnswer);
+    if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
+    else this.togglePanel(true);
+  }
+
+  get isPanelOpen() {
+    return this.panelButton.getAttribute("aria-expanded") === "true";
+  }
+
+  togglePanel(open = !this.isPanelOpen) {
+    this.panelButton.setAttribute("aria-expanded", String(open));
+    this.panel.element.classList.toggle("open", open);
+    (open ? this.panel.element : this.panelButton).focus({ preventScroll: true });
+  }
+
+  /** @param {boolean} busy */
+  setBusy(busy) {
+    this.box.setBusy(busy);
+    this.element.classList.toggle("busy", busy);
+    this.buttons.inert = busy;
+  }
+
+  // Shows paragraphs in place of turns.
+  /** @param {any[]} paragraphs of what each consists of */
+  welcome(...paragraphs) {
+    fill(this.log, h("div", { class: "welcome" }, paragraphs.map((content) => h("p", {}, content))));
+  }
+
+  isNearEnd() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR_END;
+  }
+
+  // Scrolls to the end, unless the reader has scrolled away from it.
+  followEnd(force = false) {
+    if (force || this.isNearEnd()) this.log.scrollTop = this.log.scrollHeight;
+  }
+}
+
+/** @param {Event} event */
+const labelAt = (event) => /** @type {HTMLElement} */ (event.target).closest(".turn")?.getAttribute("data-turn") || null;

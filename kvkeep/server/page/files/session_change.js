@@ -1,0 +1,82 @@
+// One change of a session, for the revision that is shown.
+
+import { ApiError, messageOf, send } from "./api.js";
+import { showStatus } from "./dom.js";
+
+export const CHANGED = "The session has changed since it was shown, so nothing was done. The page now shows its current state.";
+
+/**
+ * Returns the message for a failed change. Status 412: the session is at another revision.
+ * @param {unknown} error
+ */
+export const changeError = (error) => (error instanceof ApiError && error.status === 412 ? CHANGED : messageOf(error));
+
+/**
+ * Returns the headers of a change for one revision, under a key that lets it be repeated.
+ * @param {number} revision
+ */
+export const changeHeaders = (revision) => ({
+  "If-Match": `"${revision}"`,
+  "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()),
+});
+
+/**
+ * @typedef {object} ChangedView
+ * @property {() => Promise<void>} reload  loads the session again
+ * @property {(revision: number) => void} markStable  called with a revision in which tokens have the same numbers as before
+ * @property {number} pendingChanges  changes in progress
+ */
+
+// However long its dialog stays open, the server refuses it once the session is at another revision.
+export class Change {
+  /** @param {string} name @param {number} revision @param {ChangedView} view */
+  constructor(name, revision, view) {
+    this.name = name;
+    this.revision = revision;
+    this.view = view;
+  }
+
+  /**
+   * @param {string} action @param {any} body @param {string | ((result: any) => string)} message
+   * @param {boolean} [renumbers]
+   */
+  post(action, body, message, renumbers = false) {
+    return this.send("POST", `/v1/sessions/${this.name}/${action}`, body, message, renumbers);
+  }
+
+  /**
+   * Sends the change and shows a message, or what `message` returns for the result.
+   * Returns null if the change failed.
+   * @param {string} method @param {string} path @param {any} body @param {string | ((result: any) => string)} message
+   * @param {boolean} [renumbers] whether tokens have other numbers afterwards
+   */
+  async send(method, path, body, message, renumbers = false) {
+    this.view.pendingChanges += 1;
+    try {
+      const result = await send(method, path, body, { headers: changeHeaders(this.revision) });
+      if (!renumbers) this.keepNumbers(result.revision);
+      await this.view.reload();
+      showStatus(typeof message === "function" ? message(result) : message);
+      return result;
+    } catch (error) {
+      await this.fail(error);
+      return null;
+    } finally {
+      this.view.pendingChanges -= 1;
+    }
+  }
+
+  /**
+   * Notes that this change kept tokens' numbers. A later revision includes changes by others too.
+   * @param {number} revision
+   */
+  keepNumbers(revision) {
+    if (revision === this.revision + 1) this.view.markStable(revision);
+  }
+
+  /** @param {unknown} error */
+  async fail(error) {
+    await this.view.reload();
+    showStatus(changeError(error), true);
+  }
+}

@@ -1,0 +1,29 @@
+// The buttons below a message of the chat.
+
+import { h } from "./dom.js";
+import { canGoBackTo } from "./turns.js";
+
+/** @typedef {import("./turns.js").Turn} Turn */
+/** @typedef {import("./turns.js").Part} Part */
+
+/**
+ * Creates the buttons of a part of a turn.
+ * @param {import("./chat.js").ChatView} chat @param {Turn} turn @param {Part} part @returns {HTMLElement[]}
+ */
+export function turnButtons(chat, turn, part) {
+  const memoryButton = h("button", { class: "small", onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
+  if (!chat.edits) return part === turn.parts.at(-1) ? [memoryButton] : [];
+  /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
+  const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
+  const isTurn = turn.label.startsWith("turn ");
+  if (part === turn.parts[0] && turn.parts.length === 1 && part.role !== "answer") return [memoryButton];
+  if (part.role === "question" && isTurn) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask otherwise, in a branch")];
+  if (part.role !== "answer") return [];
+  const isLast = isTurn && turn === chat.turns.at(-1);
+  return [
+    isLast ? button("Regenerate", () => chat.changes.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
+    isLast ? button("Continue", () => chat.answers.continueAnswer(), "Go on where the answer ended") : null,
+    chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch from here", () => chat.changes.branch(turn.end)) : null,
+    memoryButton,
+  ].flatMap((element) => (element ? [element] : []));
+}
