@@ -41,7 +41,7 @@ def chat_seconds(model: str) -> tuple[float, float]:
     """Return the seconds until a chat's prompt, and until its model is loaded."""
     start = time.perf_counter()
     with Terminal("chat", "--model", model) as terminal:
-        terminal.wait("> ", _TIMEOUT_SECONDS, settles=False)
+        terminal.wait(">", _TIMEOUT_SECONDS, settles=False)
         prompt = time.perf_counter() - start
         terminal.wait("Ctrl-D ends", _TIMEOUT_SECONDS, settles=False)
         return prompt, time.perf_counter() - start
