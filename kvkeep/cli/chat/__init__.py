@@ -82,13 +82,13 @@ def chat(
     if system is not None:
         options.require_utf8(system, "the system prompt")
     output.check()
-    session_options.check()
     token_limit = None if max_tokens < 0 else max_tokens
     if server is not None:
         if compact_at is not None:
             raise InvalidArgument("--compact-at of a chat on a server is an option of kvkeep serve")
         if codec is not None:
             raise InvalidArgument("--codec of a chat on a server is an option of kvkeep serve")
+        session_options.check()
         from kvkeep.cli.chat.remote import chat_at_server
 
         settings = ChatSettings(session_options.sampling, token_limit)
@@ -162,6 +162,7 @@ class _ChatOpening:
         shows_progress: bool,
     ) -> "LocalChat":
         """Load the model, and the session in `source` or a new one."""
+        self.session_options.check()  # here, since it imports torch
         from kvkeep.cli.chat.local import LocalChat
         from kvkeep.cli.run import SessionRun
 

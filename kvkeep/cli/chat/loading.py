@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import click
 
@@ -44,28 +44,32 @@ def open_while_reading(
 
     status: shown below the prompt. Raises what the call raises, and LoadingAbandoned.
     """
-    loading = _in_thread(call)
+    loading = _Loading(call)
     try:
-        goes_on = reader.read_during(loading, status)
+        goes_on = reader.read_during(loading.start, status)
     except KeyboardInterrupt:
         raise LoadingAbandoned(128 + (termination_signal() or signal.SIGINT)) from None
     if not goes_on:
         raise LoadingAbandoned(0)
-    return loading.result()
+    return loading.future.result()
 
 
-def _in_thread(call: Callable[[], _Result]) -> "Future[_Result]":
-    """Start a call in a thread, with the options of the command that is running."""
-    future, context = Future[_Result](), click.get_current_context()
+class _Loading(Generic[_Result]):
+    """A call in a thread of its own, with the options of the command that is running."""
 
-    def run() -> None:
+    def __init__(self, call: Callable[[], _Result]):
+        self.future = Future[_Result]()
+        self._call, self._context = call, click.get_current_context()
+
+    def start(self) -> "Future[_Result]":
+        threading.Thread(target=self._run, name="kvkeep chat", daemon=True).start()
+        return self.future
+
+    def _run(self) -> None:
         try:
-            with context.scope(cleanup=False):  # click's current context is one of each thread
-                result = call()
+            with self._context.scope(cleanup=False):  # each thread has a current context
+                result = self._call()
         except BaseException as error:
-            future.set_exception(error)
+            self.future.set_exception(error)
         else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="kvkeep chat", daemon=True).start()
-    return future
+            self.future.set_result(result)

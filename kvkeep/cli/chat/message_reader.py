@@ -3,10 +3,11 @@
 import os
 import re
 import sys
-from asyncio import get_running_loop
+from asyncio import AbstractEventLoop, get_running_loop
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
 _TRIPLE_QUOTES = '"""'
+_FIRST_DRAWING_SECONDS = 0.02
 _EXIT_HINT = "Ctrl-D or /quit ends the chat; /help lists all commands"
 
 
@@ -49,13 +51,13 @@ class MessageReader:
         line = sys.stdin.buffer.readline()
         return decode_text(line, "standard input").rstrip("\r\n") if line else None
 
-    def read_during(self, loading: Future[Any], status: str) -> bool:
+    def read_during(self, start: Callable[[], Future[Any]], status: str) -> bool:
         """Let the user type until a future is done; the next `read` continues with the input.
 
         A message that is sent meanwhile is what the next `read` returns. Returns False if the user
-        ended the chat. status: shown below the prompt.
+        ended the chat. start: called once, when the prompt is there. status: shown below it.
         """
-        wait([loading])
+        wait([start()])
         return True
 
     def put_back(self, message: str) -> None:
@@ -122,15 +124,20 @@ class LineEditingReader(MessageReader):
             return message
         return self._read(status)
 
-    def read_during(self, loading: Future[Any], status: str) -> bool:
-        def at_start() -> None:
-            loop = get_running_loop()
+    def read_during(self, start: Callable[[], Future[Any]], status: str) -> bool:
+        start_once = cache(start)
 
+        def follow(loop: AbstractEventLoop) -> None:
             def when_loaded(_: Future[Any]) -> None:
                 with suppress(RuntimeError):  # the loop is closed: the user has sent a message
                     loop.call_soon_threadsafe(self._leave_prompt)
 
-            loading.add_done_callback(when_loaded)
+            start_once().add_done_callback(when_loaded)
+
+        def at_start() -> None:
+            # Not before the prompt is drawn: importing torch leaves other threads little time.
+            loop = get_running_loop()
+            loop.call_later(_FIRST_DRAWING_SECONDS, follow, loop)
 
         try:
             with patch_stdout(raw=True):  # messages of the other thread appear above the prompt
@@ -143,7 +150,7 @@ class LineEditingReader(MessageReader):
             return False
         self._sent_early = message
         with self.hold_keys():
-            wait([loading])
+            wait([start_once()])
         return True
 
     def _leave_prompt(self) -> None:
