@@ -149,8 +149,11 @@ class LineEditingReader(MessageReader):
         if message is None:
             return False
         self._sent_early = message
+        loading = start_once()
         with self.hold_keys():
-            wait([start_once()])
+            if self.ctrl_c_pressed():  # between the prompt and this block it is a typed key
+                raise KeyboardInterrupt
+            wait([loading])
         return True
 
     def _leave_prompt(self) -> None:
