@@ -26,7 +26,8 @@ class Terminal:
     ):
         columns, rows = size
         self.screen = pyte.HistoryScreen(columns, rows, history=10_000)
-        self.screen.write_process_input = lambda data: self.process.send(data)
+        # pyte's way to answer what programs ask of a terminal.
+        setattr(self.screen, "write_process_input", self._answer)  # noqa: B010
         self._stream = pyte.ByteStream(self.screen)
         kind = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows)}
         self.process = pexpect.spawn(
@@ -37,6 +38,9 @@ class Terminal:
             timeout=None,
         )
         self.process.delaybeforesend = None
+
+    def _answer(self, text: str) -> None:
+        self.process.send(text)
 
     def __enter__(self) -> "Terminal":
         return self

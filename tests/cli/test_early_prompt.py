@@ -42,7 +42,8 @@ def terminal(tiny: list[str], go: Path, tmp_path: Path) -> Iterator[Terminal]:
     arguments = ("chat", *tiny, "--seed", "1", "-n", "5", "--max-kv-size", "256")
     environment = {"KVKEEP_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     program = ("-c", PROGRAM, str(go))
-    with Terminal(*arguments, environment=environment, program=program) as chat:
+    wide = 200, 24  # the model's path and what follows it are on one line
+    with Terminal(*arguments, environment=environment, program=program, size=wide) as chat:
         chat.wait("loading ", PATIENCE)
         yield chat
 
@@ -81,7 +82,7 @@ def test_an_error_of_loading_ends_the_chat(terminal: Terminal, go: Path) -> None
     assert "Traceback" not in terminal.text
 
 
-@pytest.mark.parametrize("how", ["Ctrl-D", "Ctrl-C of a message", "SIGTERM"])
+@pytest.mark.parametrize("how", ["Ctrl-D", "Ctrl-C of a message", "Ctrl-C with Enter", "SIGTERM"])
 def test_a_chat_can_be_left_while_it_is_loaded(terminal: Terminal, how: str) -> None:
     if how == "Ctrl-D":
         terminal.type(CTRL_C)
@@ -92,7 +93,7 @@ def test_a_chat_can_be_left_while_it_is_loaded(terminal: Terminal, how: str) -> 
         os.kill(terminal.process.pid, signal.SIGTERM)
         expected = 128 + signal.SIGTERM
     else:
-        terminal.type("Hello", "\r", CTRL_C)
+        terminal.type("Hello", *(["\r" + CTRL_C] if "with" in how else ["\r", CTRL_C]))
         expected = 128 + signal.SIGINT
     assert terminal.ended(PATIENCE) == expected
     assert "Traceback" not in terminal.text

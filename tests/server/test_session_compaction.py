@@ -57,8 +57,8 @@ def test_a_turn_is_refused_if_another_client_changes_the_session_after_its_compa
     engine = full_server.service.engine
     change = engine.change
 
-    def change_twice(name: str, owner: str, kind: str, *arguments: Any) -> Any:
-        result = change(name, owner, kind, *arguments)
+    def change_twice(name: str, owner: str, kind: str, *arguments: Any, **options: Any) -> Any:
+        result = change(name, owner, kind, *arguments, **options)
         change(name, owner, "rewind", lambda session: session.rewind(1))
         return result
 
