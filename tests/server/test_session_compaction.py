@@ -1,6 +1,7 @@
 """Compaction over HTTP: by request, before a turn, and Anthropic's context edits."""
 
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_a_turn_is_refused_if_another_client_changes_the_session_after_its_compa
 
     def change_twice(name: str, owner: str, kind: str, *arguments: Any, **options: Any) -> Any:
         result = change(name, owner, kind, *arguments, **options)
+        wait([result])  # a long change refuses others until it ends
         change(name, owner, "rewind", lambda session: session.rewind(1))
         return result
 
