@@ -24,6 +24,7 @@ from benchmarks.soak_faults.faults import KEYS, FaultyServer, schedule
 from benchmarks.soak_faults.records import Record, UserSession, replay_changes
 from benchmarks.soak_faults.users import User
 from kvkeep import Model, Sampling, Snapshot, load_model
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import KvkeepError, StoreError
 from kvkeep.models.hub.source import resolve
 from kvkeep.storage.files.atomic import write_json
@@ -38,7 +39,9 @@ class Replayer:
     def __call__(self, held: UserSession) -> str | None:
         """Return the difference of a saved session from its replay; None if all bits are equal."""
         with self._lock:
-            session = self._model.session(512, policy=held.policy)  # type: ignore[arg-type]
+            session = self._model.session(
+                512, policy=held.policy, prefill_step=DEFAULT_PREFILL_STEP
+            )
             replay_changes(session, held.points, Sampling())
             expected = held.points[-1].tokens
             if tuple(session.tokens) != expected:
@@ -49,7 +52,9 @@ class Replayer:
             logits, saved_logits = session.logits, saved.logits
             assert logits is not None
             if saved_logits is None or not torch.equal(saved_logits, logits):
-                return "its saved logits differ from the replay's"
+                changes = [(point.change, len(point.tokens)) for point in held.points]
+                history = f"{held.policy}, {changes}, {held.events}"
+                return f"its saved logits differ from the replay's: {history}"
             return None
 
     def _saved(self, tokens: tuple[int, ...]) -> Snapshot | None:
@@ -74,6 +79,7 @@ class Replayer:
     type=click.Path(exists=True, path_type=Path),
     help="libfaketimeMT.so.1, to move the server's clock.",
 )
+@click.option("--replay", is_flag=True, help="Compare saved sessions with lone replays.")
 @model_option
 @out_option
 def soak_faults(
@@ -82,6 +88,7 @@ def soak_faults(
     fault_every: int,
     seed: int,
     clock_library: Path | None,
+    replay: bool,
     name: str,
     out: Path | None,
 ) -> None:
@@ -92,7 +99,8 @@ def soak_faults(
         FaultyServer(folder, str(resolve(name, progress=True)), clock_library),
         Record(operations),
     )
-    replayer, resident = Replayer(model, server.store), list[int]()
+    replayer = Replayer(model, server.store) if replay else None
+    resident = list[int]()
     threads = [User(n, KEYS[n % 2], server, record, replayer) for n in range(users)]
     for thread in threads:
         thread.start()

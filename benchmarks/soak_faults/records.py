@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from kvkeep import Sampling, Session
+from kvkeep.types import PolicyName
 
 Tokens = tuple[int, ...]
 
@@ -36,10 +38,11 @@ class UserSession:
 
     name: str
     word: str
-    policy: str
+    policy: PolicyName
     points: list[SessionPoint]
     generation: int
     saved: int = -1
+    events: list[str] = field(default_factory=list)  # other than acknowledged changes
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Record:
             self.done[kind] = self.done.get(kind, 0) + 1
 
 
-def replay_changes(session: Any, points: Sequence[SessionPoint], sampling: Any) -> None:
+def replay_changes(session: Session, points: Sequence[SessionPoint], sampling: Sampling) -> None:
     """Repeat the changes of a session's points in a session of this process."""
     before: Tokens = ()
     for point in points:

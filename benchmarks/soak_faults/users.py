@@ -27,6 +27,7 @@ from kvkeep.errors import (
     NoSuchSession,
     WrongRevision,
 )
+from kvkeep.types import PolicyName
 
 Check = Callable[[Tokens, Tokens], bool]
 PIECES = (
@@ -40,7 +41,7 @@ MAX_TOKENS = 250  # of a session, before it is deleted
 class User(threading.Thread):
     """One user with one key, who makes one change after another until the record is full.
 
-    replay: compares a session with a lone replay of its changes; called with one that was saved.
+    replay: compares a session that was saved with a lone replay of its changes.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class User(threading.Thread):
         key: str,
         server: FaultyServer,
         record: Record,
-        replay: Callable[[UserSession], str | None],
+        replay: Callable[[UserSession], str | None] | None,
     ) -> None:
         super().__init__(name=f"user {number}", daemon=True)
         self.key, self.server, self.record, self.replay = key, server, record, replay
@@ -185,6 +186,7 @@ class User(threading.Thread):
                 return
         if not is_certain:
             self.record.unanswered += 1
+            held.events.append(f"{change} after point {len(held.points) - 1} was not answered")
             if found is not None and tokens == newest.tokens:
                 held.generation = generation
                 return
@@ -208,6 +210,7 @@ class User(threading.Thread):
                 point = held.points[index]
                 held.points[index] = SessionPoint(point.tokens, found["revision"], point.change)
                 held.saved = index
+                held.events.append(f"a kill led back to point {index}")
                 return
         self._violation(f"{held.name}: after a kill {found}, saved was {held.points[held.saved :]}")
 
@@ -219,7 +222,8 @@ class User(threading.Thread):
         word = "".join(self.rng.choice("bcdfghjklmnpqrstvwxz") for _ in range(10))
         with self.record.lock:
             self.record.words[word] = self.key
-        policy = self.rng.choice(("full", "sliding"))
+        policies: tuple[PolicyName, ...] = ("full", "sliding")
+        policy = self.rng.choice(policies)
         try:
             remote = self.client.create(name, policy=policy)
             remote.feed(f"{word}. " + " ".join(f"{word} is {n}." for n in range(4)))
@@ -232,19 +236,29 @@ class User(threading.Thread):
         point = SessionPoint(found["tokens"], found["revision"], Change("feed"))
         self.sessions.append(UserSession(name, word, policy, [point], generation))
 
-    def _save(self, held: UserSession) -> bool:
+    def _save(self, held: UserSession) -> None:
         index, generation = len(held.points) - 1, self.server.generation
         try:
             self._remote(held).save(revision=held.points[-1].revision)
         except KvkeepError:
             self._read_again(held)
-            return False
+            return
         self.record.count("save")
         if held.generation == generation == self.server.generation:
             held.saved = index
+            if self.rng.random() < 0.5:
+                self._replay(held)
         else:
             self._read_again(held)
-        return held.saved == index
+
+    def _replay(self, held: UserSession) -> None:
+        """Compare a session that was just saved with a lone replay."""
+        if self.replay is None:
+            return
+        difference = self.replay(held)
+        self.record.replayed += 1
+        if difference is not None:
+            self._violation(f"{held.name}: {difference}")
 
     def _fork(self, held: UserSession) -> None:
         self.made += 1
@@ -277,11 +291,7 @@ class User(threading.Thread):
 
     def _finish(self, held: UserSession) -> None:
         """Save a session, compare it with a replay now and then, and delete it."""
-        if self._save(held) and self.rng.random() < 0.5:
-            difference = self.replay(held)
-            self.record.replayed += 1
-            if difference is not None:
-                self._violation(f"{held.name}: {difference}")
+        self._save(held)
         if held not in self.sessions:
             return
         with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
