@@ -251,9 +251,15 @@ def test_tab_completes_commands_turns_settings_and_files(chat: Chat, tmp_path: P
     terminal.type(CTRL_C, "/pin 1.", TAB)
     terminal.wait("1.question", PATIENCE)
     assert "1.answer" in terminal.text
-    terminal.type("q", TAB, "\r")
+    terminal.type("q", TAB)
+    terminal.wait("> /pin 1.question", PATIENCE)
+    terminal.type("\r")
     terminal.wait("is pinned", PATIENCE)
-    terminal.type("/set mark", TAB, " of", TAB, "\r")
+    terminal.type("/set mark", TAB)
+    terminal.wait("> /set markdown", PATIENCE)
+    terminal.type(" of", TAB)
+    terminal.wait("> /set markdown off", PATIENCE)
+    terminal.type("\r")
     terminal.wait("markdown            off", PATIENCE)
     terminal.type(f"/file {tmp_path}/not", TAB)
     assert "mine.txt" in "".join(terminal.text.split()), "where a long path goes on in the next row"
