@@ -249,7 +249,8 @@ def test_an_agents_session_is_watched_while_it_runs(
     bias = {"logit_bias": {str(server.service.model.end_token_ids[0]): -100}}
     item = page.locator("#conversations li", has=page.locator('[data-name="watched"]'))
     expect(page.locator("#conversations")).not_to_contain_text("watched")
-    client.post("/v1/sessions", json={"name": "watched"}).raise_for_status()
+    session = {"name": "watched", "max_kv_size": 8192}  # does not fill while it is watched
+    client.post("/v1/sessions", json=session).raise_for_status()
     with client.stream("POST", "/v1/sessions/watched/turns", json=body | bias) as response:
         lines = response.iter_lines()  # closing it disconnects
         next(lines)
