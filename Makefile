@@ -53,8 +53,11 @@ AT_ONCE := -n auto --maxprocesses=8 --dist=worksteal
 test: install
 	$(BIN)/python -m pytest $(AT_ONCE) -m 'not slow and not extended'
 
+# One process more: these tests often wait for other programs.
+ONE_MORE := $(BIN)/python -c 'import os; print(min(os.cpu_count(), 8) + 1)'
+
 test-extended: install
-	$(BIN)/python -m pytest $(AT_ONCE) -m 'extended and not slow'
+	$(BIN)/python -m pytest -n $$($(ONE_MORE)) --dist=worksteal -m 'extended and not slow'
 
 test-all: test test-extended
 

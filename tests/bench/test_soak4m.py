@@ -109,7 +109,7 @@ def test_a_command_that_is_killed_at_any_time_can_be_repeated(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     out, folder = tmp_path / "out.json", tmp_path / "folder"
-    sizes = ["--tokens", "10000", "--window", "500", "--kill-every", "2000", "--step", "250"]
+    sizes = ["--tokens", "3000", "--window", "500", "--kill-every", "1000", "--step", "250"]
     command = [sys.executable, "-m", "benchmarks.soak4m", "--folder", str(folder), *sizes]
     command += ["--model", str(tiny_folder), "--out", str(out), "--only", "sliding-512"]
     process = subprocess.Popen(command, start_new_session=True)
@@ -120,7 +120,7 @@ def test_a_command_that_is_killed_at_any_time_can_be_repeated(
     process.wait()
     subprocess.run(command, check=True)
     report = json.loads(out.read_text())["runs"]["sliding-512"]
-    assert report["windows"]["tokens"] == list(range(500, 10_001, 500))
-    assert report["restored"] >= 4
+    assert report["windows"]["tokens"] == list(range(500, 3_001, 500))
+    assert report["restored"] >= 2
     assert report["restored_same_logits"] == report["restored"]
-    assert report["restored_same_next"] >= 4
+    assert report["restored_same_next"] >= 2
