@@ -44,7 +44,7 @@ class Restored:
 
 @dataclass
 class State:
-    """What is known of a run. run: its definition. logits, next_logits: digests at the snapshot.
+    """Progress of a run, kept in a file. logits, next_logits: digests at the snapshot.
 
     next_logits: after one more step; None if the process did not get there. lives: processes.
     """
