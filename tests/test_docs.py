@@ -199,7 +199,8 @@ def run(command: str, fails: bool = False) -> tuple[str, str]:
 def require_output(lines: list[str], outputs: tuple[str, ...], location: str) -> None:
     """Require that one of the outputs matches these lines.
 
-    `...` matches anything, and a number matches any other number. Without lines, any output passes.
+    `...` matches anything, at the end of a line also the indented lines below it, and a number
+    matches any other number. Without lines, any output passes.
     Outputs are compared only where the kernels compute: torch rounds differently on other
     processors, which can change the generated text.
     """
@@ -212,5 +213,7 @@ def require_output(lines: list[str], outputs: tuple[str, ...], location: str) ->
 
 def any_figures(line: str) -> str:
     pattern = re.escape(line.rstrip()).replace(r"\.\.\.", ".*")
+    if pattern.endswith(".*"):
+        pattern += r"(\n +.*)*"
     pattern = re.sub(r"(\\ )+", " +", pattern)
     return re.sub(r"\d(\d|,|:|\\\.|\\-)*", r"[\\d,.:-]+", pattern)
