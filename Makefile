@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 PRODUCT := $(VENV)/.product
 READY := $(VENV)/.ready
 
+# Tests start a thousand processes: without files of bytecode, each would compile kvkeep again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release audit install-size site lint types page install clean
 
 install: $(READY)

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from tiers import EXTENDED, FIRST, is_extended
+from tiers import EXTENDED, FIRST, has_tests_of, is_extended
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
@@ -45,6 +45,15 @@ TINY_VOCABULARY = 12_288
 
 # A tiny model is slower on several threads, most of all on a busy machine.
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of the tier that is run, before they are imported."""
+    if not collection_path.match("test_*.py"):
+        return None
+    file = collection_path.relative_to(Path(__file__).parent).as_posix()
+    source = collection_path.read_text(encoding="utf-8")
+    return None if has_tests_of(config.option.markexpr, file, source) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
