@@ -1,6 +1,8 @@
 """Runs the tests of kernel results on each instruction set that this processor has."""
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from available_sets import sets_here
@@ -19,8 +21,10 @@ ON_EACH_SET = {
 }
 
 
-# Modules that decode whole models: minutes under sanitizers (`make sanitize`), which therefore run
-# them on the best set only. Products and attention, which differ by set, have tests of their own.
+# Modules that decode whole models. Products and attention, which differ by set, have tests of their
+# own. So these run whole on the best set, and one case in ONE_IN of each test on the others. Under
+# sanitizers (`make sanitize`) they take minutes, and run on the best set only.
+ONE_IN = 7  # no number of parameters, so that the cases have different ones
 WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged", "test_states"}
 
 
@@ -32,6 +36,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = pytest.mark.extended if module in WHOLE_MODELS else ()
         sets = [best, *(pytest.param(name, marks=marks) for name in others)]
         metafunc.parametrize("instruction_set", sets, indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out most cases of whole models on sets that are not the best one."""
+    best, cases = sets_here()[0], Counter[tuple[str, str]]()
+    chosen = []
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.stem in WHOLE_MODELS:
+            call = getattr(item, "callspec", None)
+            name = best if call is None else call.params.get("instruction_set", best)
+            if name != best:
+                case = item.nodeid.partition("[")[0], name
+                cases[case] += 1
+                if cases[case] % ONE_IN != 1:
+                    continue
+        chosen.append(item)
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)

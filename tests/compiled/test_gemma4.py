@@ -1,6 +1,7 @@
 """Gemma 4 on each instruction set: heads of two widths, cells that are looked at by several layers,
 what comes behind the MLP, and experts beside it."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +34,16 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS[1:3] if SANITIZED else SETTINGS, ids=str)
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+WIDTHS = (None, 8, 4)
+CASES = [  # each two of kind, width and settings
+    (*KINDS[kind], WIDTHS[width], settings)
+    for kind, width in itertools.product(range(3), range(3))
+    for number, settings in enumerate(SETTINGS)
+    if (kind + width + number) % 2 == 0 and (number in (1, 2) or not SANITIZED)
+]
+
+
+@pytest.mark.parametrize(("family", "head_dim", "bits", "settings"), CASES, ids=str)
 def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, bits: int | None, settings: dict[str, Any]
 ) -> None:
