@@ -84,7 +84,7 @@ def distances(session: Session) -> list[int]:
     return found
 
 
-@settings(max_examples=150, suppress_health_check=TMP)
+@settings(max_examples=100, suppress_health_check=TMP)
 @given(setting=settings_of(("sliding", "shift")), actions=ACTIONS)
 def test_a_bounded_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
@@ -96,7 +96,7 @@ def test_a_full_session_equals_the_naive_memory(setting, actions, tmp_path) -> N
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=60, suppress_health_check=TMP)
+@settings(max_examples=40, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, LOCAL_MODEL), actions=ACTIONS)
 def test_a_session_with_local_layers_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)

@@ -276,7 +276,7 @@ def test_an_answer_in_any_form_is_read_as_it_was_written(
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_many_answers_in_any_form_are_read_as_they_were_written(
     name: str, tokens: bool, data: st.DataObject
@@ -337,7 +337,7 @@ def test_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_much_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
     check_garbage(name, tokens, data)
