@@ -288,7 +288,7 @@ WRONG = {
     "insert past the end": (InvalidArgument, lambda s: s.insert(55, "x")),
     "outside the vocabulary": (InvalidArgument, lambda s: s.insert(4, [3, 256])),
     "replace out of order": (InvalidArgument, lambda s: s.replace(9, 4, "x")),
-    "recompute misspelt": (InvalidArgument, lambda s: s.delete(4, 9, "sufix")),
+    "recompute misspelt": (InvalidArgument, lambda s: s.delete(4, 9, "suffixes")),
     "recompute misspelt at the end": (InvalidArgument, lambda s: s.insert(54, "x", "all")),
     "insert too long": (ContextFull, lambda s: s.insert(4, "x" * 80)),
     "insert too long anew": (ContextFull, lambda s: s.insert(4, "x" * 80, "suffix")),
