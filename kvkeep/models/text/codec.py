@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
-from kvkeep.models.text.control_tokens import ChatText, ControlTokens
+from kvkeep.models.text.control_tokens import ChatText, ControlTokens, encoded_ids
 from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
@@ -79,7 +79,7 @@ class TextCodec:
             return self.encode_sealed(text.sealed)
         text = validation.text("text", text)
         if special:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            return encoded_ids(self.tokenizer, text)
         return self.encode_sealed(text)
 
     def encode_sealed(self, text: str) -> list[int]:

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 
+_LONG_TEXT = 10_000  # characters
+
 
 class ChatText(str):
     """A rendered chat that records which control tokens the template wrote.
@@ -167,11 +169,22 @@ def _replacer(replacements: Mapping[str, str]) -> Callable[[str], str]:
     return lambda text: pattern.sub(lambda match: replacements[match[0]], text)
 
 
+def encoded_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text, whose texts of control tokens are these tokens.
+
+    A long text, which takes a second for each million characters, does not stop other threads.
+    """
+    if len(text) < _LONG_TEXT:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)  # without the GIL
+    return list(encoding.ids)
+
+
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text. Raises BadModelFile for a tokenizer that names a missing token."""
     # The library raises bare Exception for every fault of a tokenizer.
     try:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        return encoded_ids(tokenizer, text)
     except Exception as error:
         raise BadModelFile(
             f"the model's tokenizer cannot encode a text ({error}); fetch the model again"
