@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from kvkeep.engine import Usage
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody
+from kvkeep.server.limits import MAX_TOKENS
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import RequestContext
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.types import AlignmentMode

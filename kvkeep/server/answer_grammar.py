@@ -1,6 +1,7 @@
 """The grammar of an answer: of a forced call, of JSON by a schema, or of either JSON or calls."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from kvkeep.server.reasoning_budget import reasoning_constraint
 from kvkeep.session.sampling import Constraint
 
 _CHANNELS = "harmony"  # the format in whose channels calls have headers
+
+_SECONDS_FOR_TOOLS = 5.0  # to find out which tools' parameters are supported
 
 
 @dataclass(frozen=True)
@@ -193,9 +196,12 @@ def _less_and_less_constrained(
     """Yield tools with fewer and fewer constraints of their arguments, and what is left out."""
     yield tools, ()
     usable_tools, warnings = list[Tool](), list[str]()
+    deadline = time.monotonic() + _SECONDS_FOR_TOOLS
     for tool in tools:
         parameters: Mapping[str, Any] = ANY_OBJECT
         try:
+            if time.monotonic() > deadline:
+                raise InvalidArgument("compiling those of all tools takes too long")
             grammar = Grammar.from_schema(model, tool.parameters)
         except InvalidArgument as error:
             warnings.append(f"the parameters of {tool.name} are not followed: {error}")

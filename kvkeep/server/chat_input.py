@@ -1,6 +1,6 @@
 """Prompt, constraint and reading of the answer of a conversation, for all chat APIs."""
 
-from asyncio import to_thread
+from asyncio import to_thread, wrap_future
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +83,12 @@ class ChatInput:
         schema or grammar, or for a combination of them.
         """
         model = self.context.service.model
-        answer = await to_thread(compile_answer, model, self.chat, schema, gbnf)
+        arguments = (model, self.chat, schema, gbnf)
+        if schema is None and not gbnf and not self.forced:  # nothing to compile
+            answer = compile_answer(*arguments)
+        else:
+            compiler = self.context.service.compiler
+            answer = await wrap_future(compiler.submit(compile_answer, *arguments))
         self.context.notices.warn(*answer.warnings)
         return (
             replace(self, schema_calls=answer.schema_calls),

@@ -16,16 +16,16 @@ from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.ignored_fields import FieldRules
+from kvkeep.server.limits import MAX_INPUTS, LongText, TokenIds
 from kvkeep.server.overflow import overflow_error
-from kvkeep.server.schemas import RequestBody, TokenId
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.embedding import normalized
 
 router = APIRouter()
-_MAX_INPUTS = 2048  # of one request, as in OpenAI's API
 _RULES = FieldRules(harmless=("keep_alive", "options", "priority"))
-_Text = str | list[TokenId]
-_Inputs = _Text | Annotated[list[_Text], Field(max_length=_MAX_INPUTS)]
+_Text = LongText | TokenIds
+_Inputs = _Text | Annotated[list[_Text], Field(max_length=MAX_INPUTS)]
 _Dimensions = Annotated[int | None, Field(ge=1, le=1_000_000)]
 
 
@@ -54,7 +54,7 @@ class OllamaEmbedRequest(RequestBody):
 
 
 class OllamaEmbeddingsRequest(RequestBody):
-    prompt: str = ""
+    prompt: LongText = ""
 
 
 @router.post("/v1/embeddings")

@@ -1,8 +1,9 @@
 """Errors as HTTP clients see them: status, body in the form of each API, and OpenAPI schema."""
 
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from kvkeep import errors
 CONTEXT_LENGTH_CODE = "context_length_exceeded"
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATHS = "/api/"  # the beginning of the paths of Ollama's API
+# pydantic's errors of values that have the right type, and the names of types in its unions.
+_NUMBER_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_SIZE_ERRORS = {*_NUMBER_ERRORS, "string_too_long", "too_long", "value_error"}
+_TYPE_LABEL = re.compile(r"[\[(]|^(str|int|float|bool|tuple|list|dict)$|^constrained-")
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     409: "invalid_request_error",
@@ -84,7 +89,7 @@ def api_error_for(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case RequestValidationError():
-            return _malformed_request_error(error.errors()[0])
+            return _malformed_request_error(error.errors())
         case HTTPException():
             error_type = "not_found_error" if error.status_code == 404 else "invalid_request_error"
             return ApiError(error.status_code, str(error.detail), error_type)
@@ -120,11 +125,21 @@ def api_error_for(error: BaseException) -> ApiError:
     return ApiError(500, "internal server error; see the server's log", "server_error")
 
 
-def _malformed_request_error(detail: dict[str, Any]) -> ApiError:
-    """detail: pydantic's description of the first error."""
-    param = ".".join(str(part) for part in detail["loc"] if part != "body")
-    message = f"{param}: {detail['msg']}" if param else str(detail["msg"])
-    return ApiError(400, message, param=param or None)
+def _malformed_request_error(details: Sequence[Any]) -> ApiError:
+    """details: pydantic's descriptions of the errors. The first one is reported.
+
+    Of a field with several types, it is that of the type which the value has, but for its size.
+    """
+    detail = next((each for each in details if each["type"] in _SIZE_ERRORS), details[0])
+    if detail["loc"][:2] != details[0]["loc"][:2]:  # of another field
+        detail = details[0]
+    param = ".".join(str(part) for part in detail["loc"][1:] if not _TYPE_LABEL.search(str(part)))
+    found, message = detail.get("input"), str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] in _NUMBER_ERRORS:
+        message += f"; found {found!r:.100}"
+    elif detail["type"] == "string_too_long":
+        message += f"; found {len(str(found))}"
+    return ApiError(400, f"{param}: {message}" if param else message, param=param or None)
 
 
 class ErrorFields(BaseModel):

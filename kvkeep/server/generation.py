@@ -1,7 +1,7 @@
 """From an API request to generations: the prompt, constraints on the output, and submission."""
 
 import itertools
-from asyncio import to_thread
+from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,10 @@ async def constrain(
     gbnf: str | None = None,
 ) -> list[Sampling]:
     """Constrain samplings to a JSON schema or a GBNF grammar, if given."""
-    grammar = await to_thread(compile_grammar, context.service.model, schema, gbnf)
+    if schema is None and not gbnf:
+        return samplings
+    model, compiler = context.service.model, context.service.compiler
+    grammar = await wrap_future(compiler.submit(compile_grammar, model, schema, gbnf))
     if grammar is None:
         return samplings
     context.notices.warn(*grammar.warnings)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_CHARACTERS
 from kvkeep.server.schema_patterns import without_unsupported_patterns
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_MAX_CHARACTERS = 200_000  # characters of a schema or grammar
 # Keywords by which an object may have properties beside those of its `properties`.
 _OPENING_KEYS = {
     *("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"),
@@ -74,8 +74,7 @@ class Grammar:
             schema_json = json.dumps(close_objects(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"the schema is not JSON: {error}") from error
-        if len(schema_json) > _MAX_CHARACTERS:
-            raise InvalidArgument(f"a schema can have at most {_MAX_CHARACTERS:,} characters")
+        _require_short("a schema", schema_json)
         try:
             grammar = cls(model, _json_grammar(schema_json))
             grammar.schema = json.loads(schema_json)
@@ -92,8 +91,11 @@ class Grammar:
     @classmethod
     def from_gbnf(cls, model: Model, gbnf: str) -> "Grammar":
         """Compile a GBNF grammar, llama.cpp's form. Raises InvalidArgument for an invalid one."""
-        if len(gbnf) > _MAX_CHARACTERS:
-            raise InvalidArgument(f"a grammar can have at most {_MAX_CHARACTERS:,} characters")
+        _require_short("a grammar", gbnf)
+        if (num_rules := gbnf.count("::=")) > MAX_GRAMMAR_RULES:
+            raise InvalidArgument(
+                f"a grammar can have at most {MAX_GRAMMAR_RULES:,} rules; found {num_rules:,}"
+            )
         try:
             grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf))
         except Exception as error:  # the library raises its own types
@@ -104,8 +106,7 @@ class Grammar:
     @classmethod
     def from_lark(cls, model: Model, rules: str) -> "Grammar":
         """Compile a grammar in llguidance's variant of Lark. Raises InvalidArgument."""
-        if len(rules) > _MAX_CHARACTERS:
-            raise InvalidArgument(f"a grammar can have at most {_MAX_CHARACTERS:,} characters")
+        _require_short("a grammar", rules)
         return cls(model, LLMatcher.grammar_from_lark(rules))
 
     def allows(self, tokens: list[int]) -> bool:
@@ -153,6 +154,13 @@ def _json_grammar(schema_json: str) -> str:
     except Exception as error:  # the library raises its own types
         reason = _first_reason(str(error))
         raise InvalidArgument(f"the schema is not supported: {reason}") from error
+
+
+def _require_short(what: str, text: str) -> None:
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise InvalidArgument(
+            f"{what} can have at most {MAX_SCHEMA_CHARACTERS:,} characters; found {len(text):,}"
+        )
 
 
 def _first_reason(problem: str) -> str:

@@ -18,15 +18,20 @@ from pydantic_core import CoreSchema
 
 from kvkeep.chat.fields import MAX_NESTING, is_nested_too_deeply
 from kvkeep.errors import InvalidArgument
+from kvkeep.server.limits import (
+    MAX_BIASES,
+    MAX_STOPS,
+    MAX_TOKENS,
+    Bias,
+    Biases,
+    ShortText,
+    TokenId,
+)
 from kvkeep.session.default_sampling import with_parameters
 from kvkeep.session.sampling import Sampling
 
-MAX_TOKENS = 1_000_000  # of one generation
-MAX_BATCH = 64  # generations of one request
 _SEED_LIMIT = 2**53
 _FORBIDDING_BIAS = -1e6  # what llama.cpp's clients mean by a bias of `false`
-Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _new_tokens(limit: int | None) -> int | None:
@@ -101,8 +106,12 @@ class SamplingParams(RequestBody):
     presence_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
-    stop: Annotated[list[str], Field(max_length=64)] | str | None = None
-    logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
+    stop: Annotated[list[ShortText], Field(max_length=MAX_STOPS)] | ShortText | None = None
+    logit_bias: (
+        Biases
+        | Annotated[list[tuple[TokenId, Bias | Literal[False]]], Field(max_length=MAX_BIASES)]
+        | None
+    ) = None
 
     def samplings(self, defaults: Sampling, count: int = 1) -> list[Sampling]:
         """Return a `Sampling` for each generation. defaults: of what the request leaves out."""

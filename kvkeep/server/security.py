@@ -9,9 +9,9 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import MAX_BODY_BYTES
 from kvkeep.server.service import Service
 
-MAX_BODY_BYTES = 64_000_000  # of a request, after decompression too
 # A body must be there this long after the headers, and one second later for each so many bytes.
 BODY_SECONDS = 30.0
 _MIN_BYTES_PER_SECOND = 1000

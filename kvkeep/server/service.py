@@ -4,7 +4,7 @@ import asyncio
 from asyncio import wrap_future
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -61,6 +61,11 @@ class Service:
     # Of prefixes that requests mark, in tokens, by a digest of owner and text; the newest last.
     prefix_lengths: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     late_tools: LateTools = field(default_factory=LateTools)  # for the prompt rule of that name
+    # Compiles schemas and grammars, which may take seconds: other requests need the threads of
+    # `to_thread`.
+    compiler: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, "kvkeep-compiler")
+    )
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 

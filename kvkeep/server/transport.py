@@ -1,4 +1,4 @@
-"""HTTP features between the security checks and the routes: HEAD, and compressed request bodies."""
+"""HTTP features between the security checks and the routes: HEAD; compressed and large bodies."""
 
 import io
 import re
@@ -12,7 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
 from kvkeep.server.idempotency import read_body, replay
-from kvkeep.server.security import MAX_BODY_BYTES, too_large_error
+from kvkeep.server.limits import MAX_BODY_BYTES, MAX_VALUES, require_few_values
+from kvkeep.server.security import too_large_error
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib's code for "detect the header"
 _CHUNK_BYTES = 4096
@@ -22,7 +23,8 @@ _ZEROS = re.compile(rb"\0*")
 class TransportMiddleware:
     """Answers HEAD as GET without a body, and decompresses request bodies.
 
-    A body is decompressed up to `MAX_BODY_BYTES`; a larger one is rejected before it takes memory.
+    A body is decompressed up to `MAX_BODY_BYTES`; a larger one is rejected before it takes memory,
+    and so is one whose JSON has more than `MAX_VALUES` values.
     """
 
     def __init__(self, app: Any):
@@ -35,20 +37,35 @@ class TransportMiddleware:
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
         encoding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
-        if encoding in ("", "identity"):
+        if encoding in ("", "identity") and not _may_have_many_values(scope):
             await self._app(scope, receive, send)
             return
         body = await read_body(receive)
         if body is None:  # the client is gone
             return
         try:
-            decompressed = await to_thread(_decompress, body, encoding)
+            decompressed = await to_thread(_checked_body, body, encoding)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
         message = {"type": "http.request", "body": decompressed}
         scope = _with_length(scope, len(decompressed))
         await self._app(scope, replay([message], receive), send)
+
+
+def _may_have_many_values(scope: Scope) -> bool:
+    """Whether a body is as large as one of too many values, or its length is unknown."""
+    headers = Headers(scope=scope)
+    length = headers.get("content-length", "0")  # checked by SecurityMiddleware
+    return "transfer-encoding" in headers or int(length) > MAX_VALUES
+
+
+def _checked_body(body: bytes, encoding: str) -> bytes:
+    """Return a body, decompressed. Raises ApiError as `_decompress` and `require_few_values`."""
+    if encoding not in ("", "identity"):
+        body = _decompress(body, encoding)
+    require_few_values(body)
+    return body
 
 
 def _decompress(body: bytes, encoding: str) -> bytes:

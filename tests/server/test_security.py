@@ -14,7 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.key_file import add_key, hash_key, hash_keys_in_place
 from kvkeep.server.keys import ApiKeys
-from kvkeep.server.security import MAX_BODY_BYTES
+from kvkeep.server.limits import MAX_BODY_BYTES
 from kvkeep.session.alignment import AlignmentOptions
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"

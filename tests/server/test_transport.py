@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from kvkeep.engine import Limits
 from kvkeep.model import Model
 from kvkeep.server import sse
-from kvkeep.server.security import MAX_BODY_BYTES
+from kvkeep.server.limits import MAX_BODY_BYTES
 from kvkeep.server.sse import KeepaliveResponse
 from tests.server.conftest import RunningServer, running_server
 

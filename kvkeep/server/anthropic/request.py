@@ -11,9 +11,18 @@ from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.server.alignment import OwnFields
 from kvkeep.server.ignored_fields import FieldRules
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams, TokenLimit
+from kvkeep.server.limits import (
+    MAX_STOPS,
+    MAX_TOKENS,
+    Blocks,
+    Data,
+    LongText,
+    Messages,
+    ShortText,
+    Tools,
+)
+from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
-_StopSequence = Annotated[str, Field(max_length=1000)]
 MESSAGES_RULES = FieldRules(
     harmless=[
         "betas",
@@ -39,7 +48,7 @@ class ThinkingConfig(RequestBody):
 
 class JsonOutputFormat(RequestBody):
     type: Literal["json_schema"]
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[Data, Field(alias="schema")]
 
 
 class OutputConfig(RequestBody):
@@ -50,17 +59,17 @@ class OutputConfig(RequestBody):
 class CountTokensRequest(RequestBody):
     """The fields of a request that form the prompt."""
 
-    model: str = ""
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    model: ShortText = ""
+    messages: Annotated[Messages, Field(min_length=1)]
+    system: LongText | Blocks | None = None
+    tools: Tools | None = None
+    tool_choice: Data | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutputFormat | None = None  # an older place of `output_config.format`
     # A mark of the whole prompt; blocks and tools have marks of their own.
-    cache_control: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None  # `kvkeep.chat.context_edits`
+    cache_control: Data | None = None
+    context_management: Data | None = None  # `kvkeep.chat.context_edits`
 
     def chat(self) -> Chat:
         names = ("messages", "system", "tools", "tool_choice")
@@ -101,7 +110,7 @@ class MessagesRequest(CountTokensRequest, OwnFields):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
-    stop_sequences: Annotated[list[_StopSequence] | None, Field(max_length=64)] = None
+    stop_sequences: Annotated[list[ShortText] | None, Field(max_length=MAX_STOPS)] = None
     stream: bool | None = None
 
     def sampling_params(self) -> SamplingParams:

@@ -13,7 +13,8 @@ from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.template_files import template_source
 from kvkeep.server.chat_input import chat_input
-from kvkeep.server.schemas import RequestBody, TokenId
+from kvkeep.server.limits import Data, LongText, Messages, ShortText, TokenIds, Tools
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
 
@@ -22,23 +23,23 @@ NUM_SLOTS = 4  # sessions that clients of llama.cpp address by number
 
 
 class TokenizeRequest(RequestBody):
-    content: str
+    content: LongText
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
 class DetokenizeRequest(RequestBody):
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class TemplateRequest(RequestBody):
-    messages: Annotated[list[dict[str, Any]], Field(max_length=10_000)]
+    messages: Messages
     add_generation_prompt: bool = True
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ShortText | Data | None = None
+    reasoning_effort: ShortText | None = None
+    chat_template_kwargs: Data | None = None
 
 
 class SlotFile(RequestBody):

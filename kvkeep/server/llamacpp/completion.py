@@ -15,10 +15,25 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
+from kvkeep.server.limits import (
+    MAX_BATCH,
+    MAX_BIASES,
+    MAX_TOKEN_IDS,
+    MAX_TOKENS,
+    Bias,
+    Biases,
+    Blocks,
+    Data,
+    GrammarText,
+    LongText,
+    Options,
+    ShortText,
+    TokenId,
+)
 from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
 from kvkeep.server.overflow import check_prompt_size
-from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, Bias, RequestBody, SamplingParams, TokenId
+from kvkeep.server.schemas import RequestBody, SamplingParams
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
@@ -30,11 +45,16 @@ _MISSING = object()
 class PromptObject(RequestBody):
     """A prompt as an object. Multimodal data is refused."""
 
-    prompt_string: str
-    multimodal_data: list[Any] | str | None = None
+    prompt_string: LongText
+    multimodal_data: Blocks | LongText | None = None
 
 
-_Prompt = str | PromptObject | Annotated[list[TokenId | str], Field(max_length=1_000_000)]
+_Prompt = (
+    LongText | PromptObject | Annotated[list[TokenId | LongText], Field(max_length=MAX_TOKEN_IDS)]
+)
+
+_BiasPair = tuple[TokenId | ShortText, Bias | Literal[False]]
+_Biases = Biases | Annotated[list[_BiasPair], Field(max_length=MAX_BIASES)] | None
 
 
 class LlamaCompletionRequest(SamplingParams, OwnFields):
@@ -53,10 +73,10 @@ class LlamaCompletionRequest(SamplingParams, OwnFields):
     return_tokens: bool = False
     return_progress: bool = False
     id_slot: Annotated[int, Field(ge=-1, lt=NUM_SLOTS)] = -1
-    response_fields: tuple[str, ...] = ()
-    json_schema: dict[str, Any] | None = None
-    grammar: str | None = None
-    logit_bias: dict[str, Bias] | list[tuple[int | str, Bias | Literal[False]]] | None = None  # type: ignore[assignment]
+    response_fields: Options = Field(default_factory=list)
+    json_schema: Data | None = None
+    grammar: GrammarText | None = None
+    logit_bias: _Biases = None  # type: ignore[assignment]
 
     @property
     def has_many_prompts(self) -> bool:
@@ -71,6 +91,14 @@ class LlamaCompletionRequest(SamplingParams, OwnFields):
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _require_few_prompts(self) -> "LlamaCompletionRequest":
+        """Refuse a list of too many texts, which is as valid as a mixed list for one prompt."""
+        prompts = self.prompt if isinstance(self.prompt, list) else []
+        if self.has_many_prompts and len(prompts) > MAX_BATCH:
+            raise ValueError(f"prompt can have at most {MAX_BATCH} prompts; found {len(prompts)}")
+        return self
 
     def encode_prompts(self, tokenizer: TextCodec, context_size: int) -> list[list[int]]:
         """Return the token ids of each prompt. context_size: for those that are made to fit."""
@@ -229,7 +257,7 @@ class _LlamaOutput:
         }
 
 
-def _select_fields(response: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+def _select_fields(response: dict[str, Any], paths: list[str]) -> dict[str, Any]:
     """Return the fields at the paths, such as "a/b" for b in a; all fields if there are none."""
     selected: dict[str, Any] = {}
     for path in paths:

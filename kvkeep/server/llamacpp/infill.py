@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import ContextFile, FillInMiddle
+from kvkeep.server.limits import MAX_FIELDS, LongText, ShortText
 from kvkeep.server.llamacpp.completion import LlamaCompletionRequest, complete
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep
@@ -18,10 +19,10 @@ _ROOM_FOR_ANSWER = 256  # tokens left for an answer of any length
 
 
 class ExtraFile(RequestBody):
-    """Text of another file."""
+    """LongText of another file."""
 
-    filename: str = "tmp"
-    text: str
+    filename: ShortText = "tmp"
+    text: LongText
 
 
 class InfillRequest(LlamaCompletionRequest):
@@ -31,10 +32,10 @@ class InfillRequest(LlamaCompletionRequest):
     prefix. input_extra: other files, of which as much as fits is put before them, the last first.
     """
 
-    prompt: str = ""
-    input_prefix: str
-    input_suffix: str
-    input_extra: Annotated[tuple[ExtraFile, ...], Field(max_length=1000)] = ()
+    prompt: LongText = ""
+    input_prefix: LongText
+    input_suffix: LongText
+    input_extra: Annotated[tuple[ExtraFile, ...], Field(max_length=MAX_FIELDS)] = ()
 
     def encode_prompts(self, tokenizer: TextCodec, context_size: int) -> list[list[int]]:
         """Raises UnsupportedModel for a model that cannot fill in."""

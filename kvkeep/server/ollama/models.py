@@ -17,6 +17,7 @@ from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.models.text.template_files import template_source
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, Service
 
@@ -28,8 +29,8 @@ _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 
 
 class ShowRequest(RequestBody):
-    model: str = ""
-    name: str = ""  # an older name of the field
+    model: ShortText = ""
+    name: ShortText = ""  # an older name of the field
 
 
 @router.get("/api/version")

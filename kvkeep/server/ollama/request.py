@@ -13,7 +13,18 @@ from kvkeep.server.alignment import OwnFields
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.grammar import ANY_OBJECT
 from kvkeep.server.ignored_fields import FieldRules
-from kvkeep.server.schemas import MAX_TOKENS, SamplingParams
+from kvkeep.server.limits import (
+    MAX_FIELDS,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    Data,
+    LongText,
+    Messages,
+    ShortText,
+    TokenIds,
+    Tools,
+)
+from kvkeep.server.schemas import SamplingParams
 
 # Options about how a model is loaded, which the server decides when it starts.
 _LOAD_OPTIONS = (
@@ -39,12 +50,12 @@ class OllamaOptions(SamplingParams):
 class OllamaRequest(OwnFields):
     """The fields that `/api/chat` and `/api/generate` share."""
 
-    model: str = ""
-    format: str | dict[str, Any] | None = None
+    model: ShortText = ""
+    format: ShortText | Data | None = None
     options: OllamaOptions | None = None
     stream: bool | None = None
-    think: bool | str | None = None
-    keep_alive: float | str | None = None
+    think: bool | ShortText | None = None
+    keep_alive: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | ShortText | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
@@ -78,8 +89,8 @@ class OllamaRequest(OwnFields):
 
 
 class OllamaChatRequest(OllamaRequest):
-    messages: Annotated[list[dict[str, Any]] | None, Field(max_length=100_000)] = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
 
     def chat(self) -> Chat:
         return parse_chat(self.messages, self.tools)
@@ -88,13 +99,13 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """A prompt. raw: without the chat template. context: the tokens of earlier answers."""
 
-    prompt: str | None = None
-    suffix: str | None = None
-    system: str | None = None
-    template: str | None = None
+    prompt: LongText | None = None
+    suffix: LongText | None = None
+    system: LongText | None = None
+    template: LongText | None = None
     raw: bool | None = None
-    images: list[str] | None = None
-    context: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]] | None, Field()] = None
+    images: Annotated[list[LongText] | None, Field(max_length=MAX_FIELDS)] = None
+    context: TokenIds | None = None
 
     def chat(self) -> Chat:
         images = tuple(MediaPart("image") for _ in self.images or ())

@@ -1,10 +1,7 @@
 """Fields of OpenAI's APIs that say how long a prompt is kept for the next ones like it."""
 
-from typing import Annotated, Any
-
-from pydantic import Field
-
 from kvkeep.engine import PinRequest
+from kvkeep.server.limits import Data, ShortText
 from kvkeep.server.schemas import RequestBody
 
 _DEFAULT_SECONDS = 300.0
@@ -20,9 +17,9 @@ class CacheFields(RequestBody):
     "12h"}.
     """
 
-    prompt_cache_key: Annotated[str | None, Field(max_length=1000)] = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    prompt_cache_options: Data | None = None
 
     def pins(self, prompt_tokens: int) -> tuple[PinRequest, ...]:
         """Return the request to pin the prompt in its session; none without these fields."""

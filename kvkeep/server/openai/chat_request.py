@@ -12,15 +12,21 @@ from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.alignment import OwnFields
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.limits import (
+    MAX_BATCH,
+    MAX_TOKENS,
+    Data,
+    GrammarText,
+    Messages,
+    ShortText,
+    Tools,
+)
 from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningFields
-from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, RequestBody
+from kvkeep.server.schemas import CompletionParams, RequestBody
 
-_MAX_MESSAGES = 10_000
-_MAX_TOOLS = 1_024
 _CHAT_FIELDS = ("messages", "tools", "tool_choice", "functions", "function_call")
 _Tokens = Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)]  # -1: no limit
-_Entries = list[dict[str, Any]]
 
 
 class ResponseFormat(RequestBody):
@@ -30,9 +36,9 @@ class ResponseFormat(RequestBody):
     schema: beside the type, as in llama.cpp.
     """
 
-    type: str = "text"
-    json_schema: dict[str, Any] | None = None
-    own_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    type: ShortText = "text"
+    json_schema: Data | None = None
+    own_schema: Annotated[Data | None, Field(alias="schema")] = None
 
     def output_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema of the output; None for any text."""
@@ -51,7 +57,7 @@ class ResponseFormat(RequestBody):
 class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
     """A conversation, and how to answer it."""
 
-    messages: Annotated[_Entries, Field(max_length=_MAX_MESSAGES)]
+    messages: Messages
     max_tokens: _Tokens = None
     max_completion_tokens: _Tokens = None
     n: Annotated[int | None, Field(ge=1, le=MAX_BATCH)] = None
@@ -59,15 +65,15 @@ class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | None = None
-    grammar: str | None = None
+    json_schema: Data | None = None
+    grammar: GrammarText | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: Annotated[_Entries | None, Field(max_length=_MAX_TOOLS)] = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ShortText | Data | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[_Entries | None, Field(max_length=_MAX_TOOLS)] = None
-    function_call: str | dict[str, Any] | None = None
+    functions: Tools | None = None
+    function_call: ShortText | Data | None = None
     return_progress: bool | None = None
 
     def chat(self) -> Chat:

@@ -31,6 +31,7 @@ from kvkeep.engine import GenerationRequest
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
 from kvkeep.server.chat_input import chat_input
+from kvkeep.server.limits import LongText, Messages
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.service import ContextDep, RequestContext
@@ -44,7 +45,7 @@ _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
 
 
 class ResponseCompactionRequest(ResponsesRequest):
-    input: str | list[dict[str, Any]] = []  # noqa: RUF012 (pydantic copies it)
+    input: LongText | Messages = []  # noqa: RUF012 (pydantic copies it)
 
 
 @router.post("/v1/responses/compact")

@@ -16,13 +16,14 @@ from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.generation import STREAM_PATIENCE, start_batch
 from kvkeep.server.ignored_fields import COMPLETION_RULES
+from kvkeep.server.limits import MAX_BATCH, MAX_TOKENS, LongText, TokenIds
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.completion_logprobs import (
     CompletionLogprobs,
     EncodedPrompt,
     joined_entries,
 )
-from kvkeep.server.schemas import MAX_BATCH, MAX_TOKENS, CompletionParams, TokenId
+from kvkeep.server.schemas import CompletionParams
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
@@ -40,8 +41,8 @@ class CompletionRequest(CompletionParams, OwnFields):
     probability are returned. echo: begin each choice with its prompt, also in `logprobs`.
     """
 
-    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=MAX_BATCH)]
-    suffix: str | None = None
+    prompt: LongText | TokenIds | Annotated[list[LongText | TokenIds], Field(max_length=MAX_BATCH)]
+    suffix: LongText | None = None
     max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = _DEFAULT_MAX_TOKENS
     n: _Count = None
     best_of: _Count = None

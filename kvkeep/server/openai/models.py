@@ -5,11 +5,12 @@ The length of the context has the names by which clients of llama.cpp (`n_ctx`),
 """
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import ShortText
 from kvkeep.server.service import ContextDep, Service
 
 router = APIRouter()
@@ -26,7 +27,7 @@ async def models(context: ContextDep) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 @router.get("/models/{name:path}", include_in_schema=False)
-async def model(name: str, context: ContextDep) -> dict[str, Any]:
+async def model(name: Annotated[ShortText, Path()], context: ContextDep) -> dict[str, Any]:
     """Return the model with that name."""
     entry = _entry(context.service)
     if entry["id"] != name:

@@ -1,11 +1,12 @@
 """Fields of OpenAI's APIs, and of others like them, by which a request says how to reason."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody
+from kvkeep.server.limits import MAX_TOKENS, Data, ShortText
+from kvkeep.server.schemas import RequestBody
 
 _Tokens = Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)]  # -1: no limit
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # that templates do not know
@@ -14,9 +15,9 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # that templates 
 class ReasoningConfig(RequestBody):
     """How the model reasons, as in Anthropic's API ("thinking") and OpenRouter's ("reasoning")."""
 
-    type: str | None = None  # "disabled" for no reasoning
+    type: ShortText | None = None  # "disabled" for no reasoning
     enabled: bool | None = None
-    effort: str | None = None
+    effort: ShortText | None = None
     budget_tokens: _Tokens = None
     max_tokens: _Tokens = None
 
@@ -40,12 +41,12 @@ class ReasoningFields(RequestBody):
     the chat template.
     """
 
-    reasoning_effort: str | None = None
+    reasoning_effort: ShortText | None = None
     reasoning_budget: _Tokens = None
     enable_thinking: bool | None = None
     thinking: ReasoningConfig | None = None
     reasoning: ReasoningConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Data | None = None
 
     def render_options(self) -> RenderOptions:
         """Return how the template renders the conversation."""

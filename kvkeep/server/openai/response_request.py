@@ -8,6 +8,17 @@ from pydantic import Field
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.alignment import OwnFields
 from kvkeep.server.grammar import ANY_OBJECT
+from kvkeep.server.limits import (
+    MAX_FIELDS,
+    MAX_TOKENS,
+    Data,
+    LongText,
+    Messages,
+    Metadata,
+    Options,
+    ShortText,
+    Tools,
+)
 from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
 from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
@@ -17,37 +28,40 @@ _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 
 
 class TextOptions(RequestBody):
-    format: dict[str, Any] | None = None
+    format: Data | None = None
 
 
 class ReasoningOptions(ReasoningConfig):
-    summary: str | None = None
-    generate_summary: str | None = None  # an older name of `summary`
+    summary: ShortText | None = None
+    generate_summary: ShortText | None = None  # an older name of `summary`
 
 
 class ContextManagement(RequestBody):
-    type: str
+    type: ShortText
     compact_threshold: Annotated[int | None, Field(ge=1, le=2**40)] = None  # tokens of the prompt
 
 
 class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, OwnFields):
-    input: str | list[dict[str, Any]]
-    instructions: str | list[dict[str, Any]] | None = None
+    input: LongText | Messages
+    instructions: LongText | Messages | None = None
     previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
     max_output_tokens: TokenLimit = None
-    max_tool_calls: int | None = None  # of hosted tools, which there are none of
+    # Of hosted tools, which there are none of.
+    max_tool_calls: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
     store: bool | None = None
     stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    context_management: list[ContextManagement] | None = None
+    context_management: Annotated[list[ContextManagement], Field(max_length=MAX_FIELDS)] | None = (
+        None
+    )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
+    include: Options | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ShortText | Data | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     return_progress: bool = False
     timings_per_token: bool = False
 

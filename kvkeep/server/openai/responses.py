@@ -27,6 +27,7 @@ from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
+from kvkeep.server.limits import ShortText
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.compaction import compact_conversation, prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
@@ -95,7 +96,7 @@ async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, A
 async def input_items(
     response_id: _ResponseId,
     context: ContextDep,
-    after: str | None = None,
+    after: ShortText | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:

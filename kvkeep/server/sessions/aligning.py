@@ -12,7 +12,7 @@ from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.alignment import AlignmentParams
-from kvkeep.server.schemas import TokenId
+from kvkeep.server.limits import LongText, Messages, TokenIds
 from kvkeep.server.sessions.entry import SessionDep
 from kvkeep.session.alignment import AlignmentReport
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
@@ -31,9 +31,9 @@ class AlignRequest(AlignmentParams):
     """
 
     mode: AlignmentMode = "in_place"
-    text: str | None = None
-    tokens: list[TokenId] | None = None
-    messages: list[dict[str, Any]] | None = None
+    text: LongText | None = None
+    tokens: TokenIds | None = None
+    messages: Messages | None = None
     special: bool = False
 
     def require_one_input(self) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import SessionRecord
+from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, TokenCount
 from kvkeep.session.compaction import (
@@ -29,8 +30,8 @@ class CompactRequest(RequestBody):
     target: Annotated[float, Field(gt=0, le=2**40)] = 0.5
     keep_recent: TokenCount = 2
     keep_results: TokenCount = 3
-    placeholder: Annotated[str, Field(max_length=1000)] = PLACEHOLDER
-    steps: tuple[CompactionStep, ...] = COMPACTION_STEPS
+    placeholder: ShortText = PLACEHOLDER
+    steps: Annotated[tuple[CompactionStep, ...], Field(max_length=16)] = COMPACTION_STEPS
     recompute: Literal["none", "suffix"] = "none"
 
 

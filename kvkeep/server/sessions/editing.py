@@ -9,7 +9,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.schemas import RequestBody, TokenId
+from kvkeep.server.limits import LongText, TokenIds
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenCount, TokenIndex
 from kvkeep.session.session import Session
 
@@ -35,8 +36,8 @@ class RangeRequest(RequestBody):
 class EditRequest(RangeRequest):
     op: Literal["delete", "insert", "replace"]
     at: TokenIndex | None = None
-    text: str | None = None
-    tokens: list[TokenId] | None = None
+    text: LongText | None = None
+    tokens: TokenIds | None = None
     recompute: Literal["none", "suffix"] = "none"
 
 

@@ -28,9 +28,10 @@ from kvkeep.engine import (
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.ignored_fields import SESSION_RULES
+from kvkeep.server.limits import MAX_TOKENS, LongText, Messages, TokenIds
 from kvkeep.server.notices import Notices
 from kvkeep.server.openai.usage import llamacpp_timings
-from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
+from kvkeep.server.schemas import SamplingParams
 from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.compaction import compact_before_turn, report_fields
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
@@ -49,9 +50,9 @@ class FeedRequest(SamplingParams):
     span: a name for these tokens. special: whether the text of control tokens is parsed.
     """
 
-    text: str | None = None
-    tokens: list[TokenId] | None = None
-    messages: list[dict[str, Any]] | None = None
+    text: LongText | None = None
+    tokens: TokenIds | None = None
+    messages: Messages | None = None
     span: SpanName | None = None
     special: bool = False
     stream: bool = False
@@ -96,8 +97,8 @@ class TurnRequest(SamplingParams):
     system: the system prompt, before the first turn only. speculate: as of `GenerateRequest`.
     """
 
-    content: Annotated[str | None, Field(min_length=1)] = None
-    system: str | None = None
+    content: Annotated[LongText | None, Field(min_length=1)] = None
+    system: LongText | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
     stream: bool = False
     speculate: bool | None = None

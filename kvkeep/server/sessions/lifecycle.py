@@ -12,7 +12,8 @@ from kvkeep.chat.compaction_items import is_handle
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
-from kvkeep.server.schemas import MAX_TOKENS, RequestBody
+from kvkeep.server.limits import MAX_TOKENS
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import (
     NAME_PATTERN,

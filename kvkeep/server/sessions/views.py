@@ -21,6 +21,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import AlignmentFields
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import Tools
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import SessionName, session_entry
 from kvkeep.server.sessions.generate import FeedRequest
@@ -199,7 +200,7 @@ async def session_events(name: SessionName, context: ContextDep) -> StreamingRes
 class ExplainRequest(FeedRequest, AlignmentFields):
     """A prompt, and how it may be reused. tools: those that `messages` are sent with."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
 
     def chat(self) -> Chat:
         """Return the conversation of `messages` with its tools."""
