@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
+import kvkeep
 from kvkeep.cli.main import COMMANDS, main
 from kvkeep.server.security import PUBLIC_PATHS
 
@@ -52,6 +53,13 @@ def is_sent_to_the_builder(path: str) -> bool:
         ):
             sent = line.startswith("!")
     return sent
+
+
+def test_the_release_has_one_number() -> None:
+    assert kvkeep.__version__ == PROJECT["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {kvkeep.__version__}, " in changes
+    assert f"/kvkeep-{kvkeep.__version__}-py3-none-" in INSTALL_PAGE
 
 
 def test_the_dockerfile_copies_all_that_a_build_reads() -> None:

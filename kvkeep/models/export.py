@@ -1,4 +1,4 @@
-"""Moved to kvkeep.models.weights.export; this alias goes with the next release."""
+"""Moved to kvkeep.models.weights.export; this alias is removed in 0.3."""
 
 import warnings
 

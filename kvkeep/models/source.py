@@ -1,4 +1,4 @@
-"""Moved to kvkeep.models.hub.source; this alias goes with the next release."""
+"""Moved to kvkeep.models.hub.source; this alias is removed in 0.3."""
 
 import warnings
 
