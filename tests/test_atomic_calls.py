@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 from interrupts import BrokenOff, broken_off_at, interrupted_from, lines_of
@@ -152,11 +153,27 @@ def _stopped_after(steps: int, session: Session) -> bool:
     return False
 
 
-def check(case: Case, model: Model, points: int, breaking: Breaking) -> None:
-    """Breaks the call off at lines that lie evenly over it."""
-    allowed = milestones(case, model)
+def reference(case: Case, model: Model) -> tuple[list[tuple[Whole, Whole]], int]:
+    """Return the milestones of a call and the number of its lines."""
     session = case.session(model)
-    lines = lines_of(lambda: case.call(session))
+    return milestones(case, model), lines_of(lambda: case.call(session))
+
+
+@cache
+def reference_of(name: str, kind: str = "") -> tuple[list[tuple[Whole, Whole]], int]:
+    """Return `reference` of a case by its name, once for all ways of breaking it off."""
+    return reference(CASES[name], OTHER_MODELS[kind] if kind else MODEL)
+
+
+def check(
+    case: Case,
+    model: Model,
+    points: int,
+    breaking: Breaking,
+    expected_states: tuple[list[tuple[Whole, Whole]], int],
+) -> None:
+    """Breaks the call off at lines that lie evenly over it."""
+    allowed, lines = expected_states
     stride, hits = max(1, lines // points), 0
     for number, index in enumerate(range(0, lines, stride)):
         session = case.session(model)
@@ -172,7 +189,7 @@ def check(case: Case, model: Model, points: int, breaking: Breaking) -> None:
 @pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_call_is_all_or_nothing(name: str, breaking: Breaking) -> None:
-    check(CASES[name], MODEL, 5, breaking)
+    check(CASES[name], MODEL, 5, breaking, reference_of(name))
 
 
 @pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
@@ -182,13 +199,14 @@ def test_an_interrupted_call_is_all_or_nothing_with_checkpoints(
     name: str, kind: str, breaking: Breaking
 ) -> None:
     """Check models whose tokens overwrite windows and states."""
-    check(CASES[name], OTHER_MODELS[kind], 5, breaking)
+    check(CASES[name], OTHER_MODELS[kind], 5, breaking, reference_of(name, kind))
 
 
 @pytest.mark.parametrize("name", ["feed", "next_token", "rewind", "pin", "delete"])
 def test_an_interrupted_call_is_all_or_nothing_in_compiled_code(name: str, smollm2: Model) -> None:
     settings = RING | {"prefill_step": 32}
-    check(replace(CASES[name], settings=settings, steps=False), smollm2, 3, broken_off_at)
+    case = replace(CASES[name], settings=settings, steps=False)
+    check(case, smollm2, 3, broken_off_at, reference(case, smollm2))
 
 
 def test_an_interrupted_span_names_all_of_its_tokens_or_none() -> None:
