@@ -7,6 +7,7 @@ no two text parts in a row. Tool results are messages of role "tool", tied to th
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -187,16 +188,16 @@ def normalized(messages: Iterable[Message]) -> tuple[Message, ...]:
     Texts of one message are joined as they are, and those of merged messages by an empty line.
     Empty texts are dropped; a message without any content stays, as a turn of its own.
     """
-    result: list[Message] = []
+    runs = list[tuple[Role, list[Part]]]()
     for message in messages:
         parts = _joined(message.parts)
-        if result and result[-1].role == message.role:
-            last_parts = result.pop().parts
-            both_text = last_parts and parts and _is_text(last_parts[-1]) and _is_text(parts[0])
-            between = (TextPart(_BETWEEN_MESSAGES),) if both_text else ()
-            parts = _joined((*last_parts, *between, *parts))
-        result.append(Message(message.role, parts))
-    return tuple(result)
+        if not runs or runs[-1][0] != message.role:
+            runs.append((message.role, []))
+        run = runs[-1][1]
+        if run and parts and _is_text(run[-1]) and _is_text(parts[0]):
+            run.append(TextPart(_BETWEEN_MESSAGES))
+        run += parts
+    return tuple(Message(role, _joined(run)) for role, run in runs)
 
 
 def _is_text(part: Part) -> bool:
@@ -205,13 +206,11 @@ def _is_text(part: Part) -> bool:
 
 def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts with neighbouring texts joined, and without empty texts and reasoning."""
-    result: list[Part] = []
-    for part in parts:
-        if isinstance(part, (TextPart, ReasoningPart)):
-            if not part.text:
-                continue
-            if result and type(result[-1]) is type(part):
-                result.append(type(part)(result.pop().text + part.text))  # type: ignore[union-attr]
-                continue
-        result.append(part)
+    result = list[Part]()
+    filled = (part for part in parts if getattr(part, "text", None) != "")
+    for kind, run in groupby(filled, type):
+        if kind in (TextPart, ReasoningPart):
+            result.append(kind("".join(part.text for part in run)))  # type: ignore[union-attr]
+        else:
+            result += run
     return tuple(result)

@@ -21,6 +21,7 @@ from kvkeep.chat.messages import (
     content_text,
     normalized,
 )
+from kvkeep.chat.open_calls import OpenCalls
 from kvkeep.chat.openai_content import parse_argument_value
 from kvkeep.chat.openai_tools import parse_tools
 from kvkeep.errors import InvalidArgument
@@ -30,7 +31,7 @@ def parse_chat(messages: Any, tools: Any = None) -> Chat:
     """Return the conversation of a request's `messages` and `tools`. Raises InvalidArgument."""
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument(f"messages must be a list of messages; found {messages!r:.100}")
-    calls = list[ToolCall]()  # that have no result yet
+    calls = OpenCalls()
     result = []
     for index, entry in enumerate(messages):
         where = f"messages[{index}]"
@@ -40,7 +41,8 @@ def parse_chat(messages: Any, tools: Any = None) -> Chat:
             content = (ToolResult(_call_id(entry, where, calls), _parse_content(entry, where)),)
         elif role == "assistant":
             new_calls = _parse_calls(entry, where, index)
-            calls += new_calls
+            for call in new_calls:
+                calls.add(call.id, call.name)
             content = (parse_reasoning(entry), *content, *new_calls)
         result.append(Message(role, content))
     return Chat(normalized(result), parse_tools(tools))
@@ -123,8 +125,8 @@ def _parse_calls(entry: Mapping[str, Any], where: str, message_index: int) -> li
     return calls
 
 
-def _call_id(entry: Mapping[str, Any], where: str, calls: list[ToolCall]) -> str:
-    """Return the id of the call that a result is of, and take the call from `calls`.
+def _call_id(entry: Mapping[str, Any], where: str, calls: OpenCalls) -> str:
+    """Return the id of the call that a result is of, and close the call.
 
     Without `tool_call_id`, it is the first call of the tool `tool_name`, or else the first call.
     """
@@ -132,10 +134,7 @@ def _call_id(entry: Mapping[str, Any], where: str, calls: list[ToolCall]) -> str
         optional_text(entry, "tool_call_id", where),
         optional_text(entry, "tool_name", where),
     )
-    same_id = [call for call in calls if call.id == call_id]
-    same_name = [call for call in calls if call.name == name]
-    matches = same_id if call_id else same_name or calls
-    if matches:
-        call_id = matches[0].id
-        calls.remove(matches[0])
+    if not call_id:
+        return calls.close_next(name)
+    calls.close(call_id)
     return call_id

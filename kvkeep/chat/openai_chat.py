@@ -29,6 +29,7 @@ from kvkeep.chat.messages import (
     ToolResult,
     normalized,
 )
+from kvkeep.chat.open_calls import OpenCalls
 from kvkeep.chat.openai_content import (
     media_text,
     parse_argument_value,
@@ -72,7 +73,7 @@ class _MessageReader:
 
     def __init__(self) -> None:
         self._calls_by_id: dict[str, ToolCall] = {}
-        self._open_calls: list[ToolCall] = []  # without a result so far
+        self._open_calls = OpenCalls()
         self._call_count = 0
 
     def message(self, entry: Any, where: str) -> Message:
@@ -106,7 +107,7 @@ class _MessageReader:
             function = expect_mapping(fields.get("function"), f"{where}.function")
             name = optional_text(function, "name", f"{where}.function")
             call = ToolCall(call_id, name, parse_argument_value(function.get("arguments")))
-        self._open_calls.append(call)
+        self._open_calls.add(call_id, name)
         self._calls_by_id[call_id] = call
         return call
 
@@ -114,12 +115,10 @@ class _MessageReader:
         """Return a result. Without a call's id, it is of the first call of the same name or any."""
         call_id, name = (optional_text(entry, key, where) for key in ("tool_call_id", "name"))
         content = parse_result(entry.get("content"), f"{where}.content")
-        if not call_id:
-            same_name = [call for call in self._open_calls if call.name == name]
-            call_id = next((call.id for call in same_name or self._open_calls), "")
-        answered = next((call for call in self._open_calls if call.id == call_id), None)
-        if answered is not None:  # another call may have the same id
-            self._open_calls.remove(answered)
+        if call_id:
+            self._open_calls.close(call_id)
+        else:
+            call_id = self._open_calls.close_next(name)
         call = self._calls_by_id.get(call_id)
         kind = call.kind if call else "function"
         return ToolResult(call_id, content, bool(entry.get("is_error")), kind)

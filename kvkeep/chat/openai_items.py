@@ -25,6 +25,7 @@ from kvkeep.chat.messages import (
     ToolCall,
     ToolResult,
 )
+from kvkeep.chat.open_calls import OpenCalls
 from kvkeep.chat.openai_content import parse_argument_value, parse_parts, parse_result
 from kvkeep.chat.openai_tools import TOOL_SEARCH, joined_name, parse_tools
 from kvkeep.errors import InvalidArgument
@@ -53,7 +54,7 @@ class ItemReader:
         self.found_tools: list[Tool] = []  # those that tool searches returned
         self._find_item = find_item
         self._call_count = 0
-        self._open_ids: list[str] = []  # of calls without a result so far
+        self._open_calls = OpenCalls()
 
     def messages(self, entry: Any, where: str) -> list[Message]:
         """Return an item's messages. Raises InvalidArgument for what is no item."""
@@ -110,18 +111,18 @@ class ItemReader:
         call_id = optional_text(item, "call_id", where) or optional_text(item, "id", where)
         call_id = call_id or f"call_{self._call_count}"
         self._call_count += 1
-        self._open_ids.append(call_id)
+        self._open_calls.add(call_id)
         return call_id
 
     def _result_id(self, item: Mapping[str, Any], where: str) -> str:
         """Return the id of a result's call: the first call without a result if it has none."""
         ids = [optional_text(item, field, where) for field in ("call_id", "tool_call_id", "id")]
         call_id = ids[0] or ids[1]
-        if not call_id and (ids[2] in self._open_ids or not self._open_ids):
+        if not call_id and ids[2] in self._open_calls:
             call_id = ids[2]
-        call_id = call_id or next(iter(self._open_ids), "")
-        if call_id in self._open_ids:  # another call may have the same id
-            self._open_ids.remove(call_id)
+        if not call_id:
+            return self._open_calls.close_next() or ids[2]
+        self._open_calls.close(call_id)
         return call_id
 
     def _result(self, item: Mapping[str, Any], where: str) -> ToolResult:
@@ -158,7 +159,7 @@ class ItemReader:
         value = item.get(field)
         arguments = parse_argument_value(value) if field == "arguments" else {field: value}
         call = ToolCall(self._new_id(item, where), name, arguments)
-        self._open_ids.remove(call.id)
+        self._open_calls.close(call.id)
         content = parse_result(result, f"{where}.{result_field}")
         tool_result = ToolResult(call.id, content, is_error=bool(item.get("error")))
         return [Message("assistant", (call,)), Message("tool", (tool_result,))]
