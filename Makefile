@@ -124,7 +124,7 @@ audit:
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/pip install --quiet bandit pip-audit
 	$(AUDIT)/bin/bandit --quiet --recursive --configfile pyproject.toml kvkeep
-	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+	$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
 
 # Seconds, megabytes and packages of an installation: the figures of docs/install.md.
 install-size:
