@@ -7,7 +7,7 @@ model; the others change what the model reads.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvkeep.chat.messages import Chat, Message, Part, TextPart, normalized
@@ -33,9 +33,7 @@ _DATE_LINE = re.compile(
     re.IGNORECASE,
 )
 # What agents write before the first question: blocks of tags, or a message.
-_CONTEXT_BLOCK = re.compile(
-    r"^<(system-reminder|environment_context)>\n.*?\n</\1>$", re.MULTILINE | re.DOTALL
-)
+_CONTEXT_OPENING = re.compile(r"^<(system-reminder|environment_context)>\n", re.MULTILINE)
 _CONTEXT_MESSAGE = "This is the Qwen Code. We are setting up the context for our chat."
 _REMINDER_START, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 
@@ -154,11 +152,29 @@ def _split_context(text: str) -> tuple[str, list[str]]:
     if text.startswith(_CONTEXT_MESSAGE):
         return _split_lines(text, _DATE_LINE)
     kept, lines, position = list[str](), list[str](), 0
-    for block in _CONTEXT_BLOCK.finditer(text):
-        rest, block_lines = _split_lines(block[0], _DATE_LINE)
-        kept += [text[position : block.start()], rest]
-        lines, position = lines + block_lines, block.end()
+    for start, end in _context_blocks(text):
+        rest, block_lines = _split_lines(text[start:end], _DATE_LINE)
+        kept += [text[position:start], rest]
+        lines += block_lines
+        position = end
     return "".join([*kept, text[position:]]), lines
+
+
+def _context_blocks(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each block of tags that are alone in their lines.
+
+    The time grows with the length of the text, also of one with many tags that are not closed.
+    """
+    position, unclosed = 0, set[str]()
+    for opening in _CONTEXT_OPENING.finditer(text):
+        tag = opening[1]
+        if opening.start() < position or tag in unclosed:
+            continue
+        closing = re.compile(rf"\n</{tag}>$", re.MULTILINE).search(text, opening.end())
+        if closing is None:  # nor is any later one closed
+            unclosed.add(tag)
+            continue
+        yield opening.start(), (position := closing.end())
 
 
 def _drop_reminders(chat: Chat) -> Chat:

@@ -1,5 +1,6 @@
 """Prompt rules: what each drops or moves, and what it leaves as it is."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -174,3 +175,32 @@ def test_unknown_rules_are_refused_with_the_list_of_rules(selection: str) -> Non
 
 def test_only_rules_that_lose_nothing_are_on_by_default() -> None:
     assert [rule.name for rule in DEFAULT_RULES] == ["billing-header"]
+
+
+_TAGS = ("<system-reminder>", "</system-reminder>", "<environment_context>")
+_LINES = st.sampled_from(
+    [*_TAGS, "</environment_context>", "Today is Friday, 27.", "Hi", "", "</system-reminder> x"]
+)
+_BLOCK = re.compile(
+    r"^<(system-reminder|environment_context)>\n.*?\n</\1>$", re.MULTILINE | re.DOTALL
+)
+
+
+@given(st.lists(_LINES, max_size=12))
+def test_dates_leave_the_blocks_of_a_context_only(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    expected = _BLOCK.sub(lambda block: block[0].replace("\nToday is Friday, 27.", ""), text)
+    dates = text.count("Today is") - expected.count("Today is")
+    conversation = chat(("user", text), ("assistant", "Yes."), ("user", "And now?"))
+    result, names = apply_rules(conversation, select_rules("none,dates"))
+    assert names == ("dates",) * bool(dates)
+    if dates:
+        assert result.messages[0].text == expected
+        assert result.messages[-1].text.count("Today is Friday, 27.") == dates
+
+
+def test_tags_that_are_not_closed_are_searched_for_once() -> None:
+    """A search for each of a million would take days."""
+    text = "<system-reminder>\n<environment_context>\n" * 500_000
+    conversation = chat(("user", text), ("assistant", "Yes."), ("user", "And now?"))
+    assert apply_rules(conversation, PROMPT_RULES) == (conversation, ())
