@@ -25,6 +25,7 @@ from kvkeep.errors import InvalidArgument
 CLEARED = "[result removed]"  # takes the place of a tool result
 _TOOL_USES, _THINKING, _COMPACT = "clear_tool_uses", "clear_thinking", "compact"
 _CLEARED_THINKING = "cleared_thinking_turns"  # how many, in an edit's description
+_MAX_EDITS = 16  # of a request; for each the conversation may be rendered once more
 _DEFAULT_TRIGGERS = {_TOOL_USES: 100_000, _COMPACT: 150_000}  # input tokens, as of the hosted API
 
 
@@ -58,6 +59,8 @@ def parse_edits(value: Any) -> tuple[list[ContextEdit], list[str]]:
     where = "context_management.edits"
     edits, unknown = list[ContextEdit](), list[str]()
     entries = optional_list(expect_mapping(value, "context_management").get("edits"), where)
+    if len(entries) > _MAX_EDITS:
+        raise InvalidArgument(f"{where} must have at most {_MAX_EDITS} edits; found {len(entries)}")
     for index, entry in enumerate(entries):
         fields = expect_mapping(entry, f"{where}[{index}]")
         edit_type = fields.get("type")
@@ -105,8 +108,14 @@ def _parse_edit(fields: Mapping[str, Any], edit_type: str, kind: str, where: str
         keep = fields.get("keep")
         is_all = keep == "all" or optional_mapping(keep).get("type") == "all"
         return replace(edit, keep=None if is_all else _value(keep, f"{where}.keep", 1))
-    if optional_mapping(trigger).get("type") == "tool_uses":
+    trigger_type = optional_mapping(trigger).get("type", "input_tokens")
+    if trigger_type == "tool_uses" and kind == _TOOL_USES:
         edit = replace(edit, trigger_uses=_value(trigger, f"{where}.trigger", 0))
+    elif trigger_type != "input_tokens":
+        raise InvalidArgument(
+            f"{where}.trigger.type must be input_tokens, or tool_uses of {_TOOL_USES}; found "
+            f"{trigger_type!r:.100}"
+        )
     else:
         default = _DEFAULT_TRIGGERS[kind]
         edit = replace(edit, trigger_tokens=_value(trigger, f"{where}.trigger", default))

@@ -119,6 +119,9 @@ def test_the_same_edits_of_an_edited_history_change_nothing() -> None:
         {"edits": [{**USES, "keep": {"value": -1}}]},
         {"edits": [{**USES, "trigger": {"value": "many"}}]},
         {"edits": [{**USES, "exclude_tools": "bash"}]},
+        {"edits": [{**USES, "trigger": {"type": "turns", "value": 1}}]},
+        {"edits": [{"type": "compact_20260112", "trigger": {"type": "tool_uses", "value": 1}}]},
+        {"edits": [USES] * 17},
     ],
 )
 def test_malformed_edits_are_refused(value: Any) -> None:
