@@ -20,7 +20,9 @@ OLLAMA_PATHS = "/api/"  # the beginning of the paths of Ollama's API
 # pydantic's errors of values that have the right type, and the names of types in its unions.
 _NUMBER_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SIZE_ERRORS = {*_NUMBER_ERRORS, "string_too_long", "too_long", "value_error"}
-_TYPE_LABEL = re.compile(r"[\[(]|^(str|int|float|bool|tuple|list|dict)$|^constrained-")
+_TYPE_LABEL = re.compile(
+    r"[\[(]|^(str|int|float|bool|tuple|list|dict|[A-Z]\w*[a-z][A-Z]\w*)$|^constrained-"
+)
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     409: "invalid_request_error",
@@ -128,11 +130,12 @@ def api_error_for(error: BaseException) -> ApiError:
 def _malformed_request_error(details: Sequence[Any]) -> ApiError:
     """details: pydantic's descriptions of the errors. The first one is reported.
 
-    Of a field with several types, it is that of the type which the value has, but for its size.
+    Of a field with several types, it is that of the type which the value has, but for its size; or
+    else the deepest in the value, which is of the type that was meant.
     """
-    detail = next((each for each in details if each["type"] in _SIZE_ERRORS), details[0])
-    if detail["loc"][:2] != details[0]["loc"][:2]:  # of another field
-        detail = details[0]
+    field = [each for each in details if each["loc"][:2] == details[0]["loc"][:2]]
+    deepest = max(field, key=lambda each: len(each["loc"]))
+    detail = next((each for each in field if each["type"] in _SIZE_ERRORS), deepest)
     param = ".".join(str(part) for part in detail["loc"][1:] if not _TYPE_LABEL.search(str(part)))
     found, message = detail.get("input"), str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] in _NUMBER_ERRORS:

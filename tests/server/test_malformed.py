@@ -15,6 +15,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/responses/compact": {"input": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/api/chat": {"messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 1}},
     "/api/generate": {"prompt": "x", "options": {"num_predict": 1}},
@@ -34,6 +35,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/sessions/held/rewind": {"count": 1},
     "/v1/sessions/held/spans": {"name": "x", "start": 1, "end": 2},
     "/v1/sessions/held/compress": {"ratio": 2},
+    "/v1/sessions/held/align": {"tokens": [5, 6, 7, 8]},
+    "/v1/sessions/held/compact": {"target": 0.5},
     "/v1/sessions/held/snapshot": {"name": "x"},
 }
 # Fields that accept any text: it is not used, or may be of any kind.

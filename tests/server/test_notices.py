@@ -79,6 +79,28 @@ def test_fields_that_cannot_be_followed_are_refused(
     assert field in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"alignment": "approximate"}, "alignment"),
+        ("/v1/chat/completions", {"alignment": {"mode": "x"}}, "alignment.mode"),
+        ("/v1/chat/completions", {"alignment": {"min_saved": 3}}, "alignment.mode"),
+        ("/v1/messages", {"alignment": {"mode": "exact", "min": 3}}, "alignment.min"),
+        ("/v1/responses", {"input": ["x"]}, "input.0"),
+        ("/v1/completions", {"prompt": [[1, "x"]]}, "prompt.0.1"),
+    ],
+)
+def test_errors_in_fields_of_several_types_name_the_place(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    """Not the first of the types, which the value was not meant to be."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}
+    with server.client() as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{param}: ")
+
+
 def test_chats_name_a_prediction_and_a_prompt(server: RunningServer) -> None:
     prediction = {"type": "content", "content": "Hello"}
     response = post(server, "/v1/chat/completions", prediction=prediction, prompt="Hi")
