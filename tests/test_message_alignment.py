@@ -1,5 +1,7 @@
 """A conversation aligned with messages: what is evaluated, what is said, and where turns are."""
 
+from typing import Any
+
 import pytest
 
 from kvkeep.errors import InvalidArgument
@@ -79,8 +81,9 @@ def test_messages_without_a_users_are_the_text_that_turns_follow(smollm2: Model)
 
 def test_messages_that_cannot_be_rendered_change_nothing(chat: Conversation) -> None:
     tokens, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
-    for messages in ([], [{"role": "other", "content": "x"}]):
-        with pytest.raises(InvalidArgument):
+    wrong: tuple[Any, ...] = ([], [{"role": "other", "content": "x"}], None, 3, "Hi", {"a": 1}, [3])
+    for messages in wrong:
+        with pytest.raises(InvalidArgument, match="messages"):
             chat.align(messages)
     with pytest.raises(InvalidArgument):
         chat.align([{"role": "user", "content": "x"}], mode="other")  # type: ignore[arg-type]

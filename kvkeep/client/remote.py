@@ -1,9 +1,11 @@
 """A session on a server, and the requests that its methods send."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvkeep.errors import InvalidArgument
 
 Text = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
 FromJson = Callable[[Any], Any]  # from a response's JSON to a method's result
@@ -219,6 +221,10 @@ def text_fields(text: Text | None) -> dict[str, Any]:
         return {}
     if isinstance(text, str):
         return {"text": text}
+    if not isinstance(text, Iterable) or isinstance(text, (bytes, Mapping)):
+        raise InvalidArgument(
+            f"expected text, token ids, or a list of messages; found {text!r:.100}"
+        )
     items = list(text)  # messages or token ids
     return {"messages" if items and isinstance(items[0], Mapping) else "tokens": items}
 

@@ -5,7 +5,7 @@ tokens that the session has of it, however the client wrote it. The rest is comp
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,8 @@ def align_messages(
     progress: Callable[[int], None] | None = None,
 ) -> "AlignmentReport":
     """Make messages the text of a conversation's session; see `Conversation.align`."""
-    parsed = Chat(parse_messages([dict(message) for message in messages]))
+    is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
+    parsed = Chat(parse_messages(list(messages) if is_list else messages))
     roles = [message.role for message in parsed.messages]
     opens_answer = roles[-1] != "assistant" and set(roles) != {"system"}
     render_options = RenderOptions(continue_final=False, generation_prompt=opens_answer)

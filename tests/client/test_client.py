@@ -137,6 +137,9 @@ def test_client_errors_have_the_types_of_the_engine(client: Client) -> None:
         client.session("nobody").memory()
     with pytest.raises(errors.InvalidArgument):
         remote.rewind(10_000)
+    for text in (3, {"role": "user", "content": "x"}, b"x"):
+        with pytest.raises(errors.InvalidArgument, match="list of messages"):
+            remote.align(text)
     with pytest.raises(errors.NoRoom) as output:
         client.create(max_kv_size=8192).generate([5], max_tokens=8000)
     assert output.value.retry_after == float("inf")
