@@ -200,8 +200,9 @@ class Engine(AbstractContextManager["Engine"]):
     fork = _engine_method(SessionOperations.fork)
     restore = _engine_method(SessionOperations.restore)
     delete = _engine_method(SessionOperations.delete)
+    change = _engine_method(SessionOperations.change)
 
-    def change(
+    def change_in_steps(
         self,
         name: str,
         owner: str,
@@ -210,15 +211,13 @@ class Engine(AbstractContextManager["Engine"]):
         revision: int | None = None,
         new_tokens: int = 0,
         notes: Mapping[str, Any] = MappingProxyType({}),
-        is_long: bool = False,
     ) -> Future[T]:
-        """Change a session by a function: see `SessionOperations.change`.
+        """Change a session by a function that evaluates in steps, between which others go on.
 
-        is_long: the function calls `yield_turn` between its steps. Requests that do not change the
-        session are then answered meanwhile, and those that do get Busy.
+        The function calls `yield_turn` between its steps: requests that do not change the session
+        are answered meanwhile, and those that do get Busy. Otherwise as `change`.
         """
-        submit = self._thread.submit_long if is_long else self._thread.submit
-        change = self._operations.change
+        change, submit = self._operations.change, self._thread.submit_long
         return submit(change, name, owner, kind, function, revision, new_tokens, notes)
 
     def all_pins(self) -> Future[list[PrefixPin]]:

@@ -167,9 +167,8 @@ class SessionOperations:
 
         kind: the operation's name in the log, such as "edit". revision: that the session must have.
         new_tokens: the most that the function adds. notes: to add to the session's notes once it is
-        changed, as of `set_notes`. A function that takes long passes `engine.yield_turn` on as
-        `progress`, so that other sessions' requests go on: it must change the session at its end,
-        as a whole, since others read it meanwhile. Raises Busy, NoSuchSession,
+        changed, as of `set_notes`. A function of `Engine.change_in_steps` must change the session
+        at its end, as a whole, since others read it meanwhile. Raises Busy, NoSuchSession,
         WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, new_tokens)

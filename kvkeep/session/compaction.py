@@ -188,11 +188,12 @@ def _remove_spans(
         if draft.memory.cache.cells <= plan.target:
             break
         start, end = draft.state.spans[name]
-        edited = edit_tokens(draft, start, end, ids, plan.recompute, name if ids else None)
+        span_name = name if ids else None
+        edited = edit_tokens(draft, start, end, ids, plan.recompute, span_name, plan.progress)
         num_evaluated += edited.tokens_evaluated
         removed.append(name)
         if plan.progress:
-            plan.progress(edited.tokens_evaluated)
+            plan.progress(1)  # the text's last token
     core.state = draft.state
     return tuple(removed), num_evaluated
 

@@ -40,14 +40,17 @@ def edit_tokens(
     ids: list[int],
     recompute: Recompute,
     span_name: str | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`, and return the report; see `SessionEdits`.
 
-    span_name: of the span that is replaced.
+    span_name: of the span that is replaced. progress: see `prepare_edit`.
     """
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
     core.state.check_first_prompt(len(ids))
-    finish, num_evaluated = prepare_edit(core.memory, start, end, ids, recompute, core.prefill_step)
+    finish, num_evaluated = prepare_edit(
+        *(core.memory, start, end, ids, recompute, core.prefill_step, progress)
+    )
     with session_transaction([core]) as (state,):
         state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
@@ -88,7 +91,7 @@ def prepare_edit(
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
     The memory does not change. Also returns how many tokens the whole edit evaluates. progress:
-    called after each step of "suffix" with the number of tokens in it.
+    called after each step with the number of tokens in it.
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
@@ -97,7 +100,7 @@ def prepare_edit(
     scope, total = EditScope.from_range(memory, start, end, ids), len(memory.tokens)
     if end < total and recompute == "none":
         _require_cells_only(memory)
-        return InPlaceEdit.prepare(memory, scope, prefill_step).apply, len(ids) + 1
+        return InPlaceEdit.prepare(memory, scope, prefill_step, progress).apply, len(ids) + 1
     memory.require_room(scope.growth)
     memory.require_rewind(total - start)
     following_ids = [*ids, *memory.tokens[end:]]

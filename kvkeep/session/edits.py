@@ -26,12 +26,17 @@ class SessionEdits:
 
     @computes_in_caller
     def delete(
-        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+        self,
+        start: int | str,
+        end: int | None = None,
+        recompute: Recompute = "none",
+        progress: Callable[[int], None] | None = None,
     ) -> EditReport:
         """Remove tokens `start ... end - 1`, or a named span.
 
         recompute: "none" leaves later cells as they were computed, so that the edit costs little;
             "suffix" evaluates everything after it again, which is exact.
+        progress: called after each step with the number of tokens in it.
 
         With "none", a range without any cell left is removed from `tokens`, and an empty span from
         `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
@@ -43,7 +48,7 @@ class SessionEdits:
             return EditReport(0, 0, 0.0, recompute)
         if recompute == "none" and core.is_forgotten((first, last)):
             return remove_forgotten(core, first, last)
-        return edit_tokens(core, first, last, [], recompute)
+        return edit_tokens(core, first, last, [], recompute, progress=validation.progress(progress))
 
     @computes_in_caller
     def insert(
@@ -52,13 +57,15 @@ class SessionEdits:
         text: str | Sequence[int],
         recompute: Recompute = "none",
         special: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> EditReport:
         """Insert text or token ids before token `at`; see `delete`, and `feed` for `special`.
 
         Raises ContextFull if it does not fit.
         """
-        at = validation.integer("at", at)
-        return edit_tokens(self.core, at, at, self.core.encode(text, special), recompute)
+        at, progress = validation.integer("at", at), validation.progress(progress)
+        ids = self.core.encode(text, special)
+        return edit_tokens(self.core, at, at, ids, recompute, progress=progress)
 
     @computes_in_caller
     def replace(
@@ -68,6 +75,7 @@ class SessionEdits:
         text: str | Sequence[int],
         recompute: Recompute = "none",
         special: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> EditReport:
         """Replace a range, or a named span (`end` None), by text or token ids; see `insert`.
 
@@ -76,7 +84,8 @@ class SessionEdits:
         """
         (first, last), ids = self.core.token_range(start, end), self.core.encode(text, special)
         span_name = start if isinstance(start, str) else None
-        return edit_tokens(self.core, first, last, ids, recompute, span_name)
+        progress = validation.progress(progress)
+        return edit_tokens(self.core, first, last, ids, recompute, span_name, progress)
 
     @computes_in_caller
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:

@@ -5,7 +5,7 @@ positions closer, by the offset of their segments, and only the last token is ev
 """
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,15 +39,26 @@ class InPlaceEdit:
     inserted: Sequence[Segment] = ()
 
     @classmethod
-    def prepare(cls, memory: Memory, scope: EditScope, prefill_step: int) -> "InPlaceEdit":
-        """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull for too many."""
+    def prepare(
+        cls,
+        memory: Memory,
+        scope: EditScope,
+        prefill_step: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> "InPlaceEdit":
+        """Evaluate the inserted tokens. Raises InvalidArgument, or ContextFull for too many.
+
+        progress: called after each step with the number of tokens in it.
+        """
         preparation = cls.preparation(memory, scope, prefill_step)
         while True:
             try:
-                next(preparation)
+                count = next(preparation)
             except StopIteration as end:
                 edit: InPlaceEdit = end.value
                 return edit
+            if progress:
+                progress(count)
 
     @classmethod
     def preparation(

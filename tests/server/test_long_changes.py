@@ -17,6 +17,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "align": {"mode": "exact", "text": "Once, " + LONG},
     "compress": {"ratio": 2.0, "method": "kvzip"},
     "compact": {"target": 128},
+    "edit": {"op": "delete", "start": 2, "end": 4, "recompute": "suffix"},
 }
 GREEDY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

@@ -181,4 +181,4 @@ async def _compact_cells(
                 _TARGET, steps=("compress",), calibration=calibration, progress=progress
             )
 
-    await wrap_future(engine.change(handle, owner, "compact", edit, is_long=True))
+    await wrap_future(engine.change_in_steps(handle, owner, "compact", edit))

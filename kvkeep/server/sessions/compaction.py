@@ -53,7 +53,7 @@ async def compact(body: CompactRequest, context: SessionDep) -> Response:
         )
         return report_fields(report)
 
-    return await context.change("compact", apply, is_long=True)
+    return await context.change_in_steps("compact", apply)
 
 
 async def compact_before_turn(
@@ -81,7 +81,7 @@ async def compact_before_turn(
         return None, context.revision
     engine = context.engine
     arguments = (context.name, context.owner, "compact", apply, context.revision)
-    report = await wrap_future(engine.change(*arguments, is_long=True))
+    report = await wrap_future(engine.change_in_steps(*arguments))
     if report is not None:
         context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
     # Not the present revision: another client may have changed the session since.

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.limits import LongText, TokenIds
 from kvkeep.server.schemas import RequestBody
@@ -60,23 +61,27 @@ class CompressRequest(RequestBody):
 
 @router.post("/v1/sessions/{name}/edit", response_model=None)
 async def edit(body: EditRequest, context: SessionDep) -> Response:
-    """Delete, insert or replace tokens. The suffix is kept, or re-evaluated."""
+    """Delete, insert or replace tokens. The suffix is kept, or evaluated again in steps."""
     new_ids = body.tokens or []
     if body.text is not None:  # a long text would block the event loop
         new_ids = await to_thread(context.tokenizer.encode, body.text)
+    is_one_step = body.recompute == "none" and len(new_ids) <= DEFAULT_PREFILL_STEP
+    progress = None if is_one_step else context.engine.yield_turn
 
     def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":
             if body.at is None:
                 raise InvalidArgument("an insert needs at: the token before which to insert")
-            report = session.insert(body.at, new_ids, body.recompute)
+            report = session.insert(body.at, new_ids, body.recompute, progress=progress)
         elif body.op == "delete":
-            report = session.delete(*body.range_arguments(), body.recompute)
+            report = session.delete(*body.range_arguments(), body.recompute, progress)
         else:
-            report = session.replace(*body.range_arguments(), new_ids, body.recompute)
+            token_range = body.range_arguments()
+            report = session.replace(*token_range, new_ids, body.recompute, progress=progress)
         return dataclasses.asdict(report)
 
-    return await context.change("edit", apply, added_tokens=len(new_ids))
+    change = context.change if is_one_step else context.change_in_steps
+    return await change("edit", apply, len(new_ids))
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)
@@ -124,4 +129,4 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
         del fields["chunks"]  # not a field of the response
         return fields
 
-    return await context.change("compress", apply, is_long=True)
+    return await context.change_in_steps("compress", apply)

@@ -52,15 +52,25 @@ class SessionContext(RequestContext):
         operation: str,
         function: Callable[[Session], Any],
         added_tokens: int = 0,
-        notes: Mapping[str, Any] = MappingProxyType({}),
-        is_long: bool = False,
     ) -> JSONResponse:
-        """Apply a function that adds at most `added_tokens`; return the fields and its result.
-
-        notes, is_long: see `Engine.change`.
-        """
+        """Apply a function that adds at most `added_tokens`; return the fields and its result."""
         arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
-        result = await wrap_future(self.engine.change(*arguments, notes, is_long))
+        return await self._changed(await wrap_future(self.engine.change(*arguments)))
+
+    async def change_in_steps(
+        self,
+        operation: str,
+        function: Callable[[Session], Any],
+        added_tokens: int = 0,
+        notes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> JSONResponse:
+        """Do as `change` with a function that calls `yield_turn`. notes: see `Engine.change`."""
+        arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
+        return await self._changed(
+            await wrap_future(self.engine.change_in_steps(*arguments, notes))
+        )
+
+    async def _changed(self, result: Any) -> JSONResponse:
         return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
