@@ -2,8 +2,8 @@
 
 A pin is of the server whose memory it protects. Each server publishes its pins in the store, when
 they have changed and at least every half minute; those of a server that was killed are dropped
-after a minute and a half. A release at another server is a marker there, which the pin's server
-follows within some seconds.
+after a minute and a half, and their objects are deleted after an hour. A release at another server
+is a marker there, which the pin's server follows within some seconds.
 """
 
 import json
@@ -24,6 +24,7 @@ from kvkeep.storage.objects.interface import ObjectInfo
 
 _INTERVAL = 1.0  # seconds between looks for changes and releases
 _REPUBLISH_SECONDS, _DROPPED_AFTER = 30.0, 90.0
+_LEFTOVER_SECONDS = 3600.0  # the age of an object that no server will change, and between sweeps
 _log = logging.getLogger("kvkeep.server")
 
 
@@ -71,9 +72,13 @@ class SharedPins:
         self._objects.put(f"pins/{owner}/released/{pin_id}", b"")
 
     def _run(self) -> None:
+        next_sweep = time.monotonic()
         while not self._closing.wait(_INTERVAL):
             try:
                 self._exchange()
+                if time.monotonic() >= next_sweep:
+                    next_sweep = time.monotonic() + _LEFTOVER_SECONDS
+                    self._delete_leftovers()
             except KvkeepError as error:
                 _log.warning("pins are not shared now: %s", error)
 
@@ -88,6 +93,12 @@ class SharedPins:
             self._publish(owner, [pin for pin in pins[owner] if pin.id not in released])
             for key in markers:  # until now they hid what was published before
                 self._objects.delete(key)
+
+    def _delete_leftovers(self) -> None:
+        """Delete what servers have left that were killed, of all owners."""
+        for info in self._objects.list_objects("pins/"):
+            if time.time() - info.st_mtime > _LEFTOVER_SECONDS:
+                self._objects.delete(info.key)
 
     def _publish(self, owner: str, pins: Sequence[PrefixPin]) -> None:
         now, content = time.monotonic(), [(pin.id, pin.tokens, pin.expires) for pin in pins]
