@@ -52,14 +52,7 @@ QUESTION = Message("user", (TextPart("How is the weather?"),))
 _MARKER = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 
 
-IN_FIRST_TIER = ("hermes", "mistral", "harmony")
-CASES = [
-    pytest.param(name, marks=() if name in IN_FIRST_TIER else pytest.mark.extended)
-    for name in FORMS
-]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_api_gives_the_parts_that_a_family_writes(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     markers = FORMATS[form.output_format].markers

@@ -59,7 +59,6 @@ def test_without_a_schema_json_is_a_call_only_in_the_forms_of_bare_json(
             assert APIS[api](client, QUESTION, True) == parts
 
 
-IN_FIRST_TIER = ("hermes", "llama3", "mistral", "qwen3-coder", "harmony")
 ROME = ("call", ("weather", {"city": 'the "City"'}))
 REASONING = ("reasoning", "Hm, weather.")
 
@@ -67,7 +66,7 @@ REASONING = ("reasoning", "Hm, weather.")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in IN_FIRST_TIER else pytest.mark.extended)
+        name
         for name in FORMS
         if name not in ("mistral list", "mistral id", "harmony recipient", "deepseek fenced")
     ],
