@@ -117,6 +117,7 @@ test("what a change would free or cost is said by the cells that are held", () =
   const bytes = (count) => `${count} bytes`;
   assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, partly forgotten/);
   assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(500 bytes\)/);
+  assert.match(forgetText(held, { start: 10, end: 20 }, bytes), /^Not possible: nothing of it/);
   assert.match(pinText(held, { start: 5, end: 15 }), /5 cells of 100 .* 5 tokens are forgotten already/);
   assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 750 bytes.");
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };

@@ -1,7 +1,7 @@
 // What a conversation's view consists of: heading, strip, turns, message box and memory panel.
 
 import { composer } from "./composer.js";
-import { fill, h } from "./dom.js";
+import { byId, fill, h } from "./dom.js";
 import { memoryPanel } from "./memory_panel.js";
 import { turnStrip } from "./turn_strip.js";
 
@@ -35,13 +35,24 @@ export class ChatFrame {
     this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
     this.panel = memoryPanel(edits ? handlers.memory : null);
     this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
-    const column = h("div", { class: "chat-column" }, this.log, edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
+    const column = h("div", { class: "chat-column" }, this.log, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
     const header = h("div", { class: "chat-header" }, this.heading, this.buttons, this.panelButton);
     this.element = h("div", { class: "chat" }, header, this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
     fill(container, this.element);
     this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(labelAt(event)));
     this.log.addEventListener("pointerleave", () => this.point(null));
     this.log.addEventListener("drawn", () => this.followEnd());
+    this.keepEndInView();
+  }
+
+  // Keeps a reader at the end there while the message box grows or a status appears.
+  keepEndInView() {
+    let height = 0;
+    new ResizeObserver(() => {
+      const lost = height - this.log.clientHeight;
+      height = this.log.clientHeight;
+      if (lost > 0 && this.distanceToEnd() < NEAR_END + lost) this.log.scrollTop += lost;
+    }).observe(this.log);
   }
 
   /** @param {string} title of the conversation */
@@ -103,8 +114,12 @@ export class ChatFrame {
     fill(this.log, h("div", { class: "welcome" }, paragraphs.map((content) => h("p", {}, content))));
   }
 
+  distanceToEnd() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
+  }
+
   isNearEnd() {
-    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR_END;
+    return this.distanceToEnd() < NEAR_END;
   }
 
   // Scrolls to the end, unless the reader has scrolled away from it.

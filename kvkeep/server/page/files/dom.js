@@ -34,11 +34,19 @@ const present = (children) => children.flat(Infinity).filter((child) => child !=
  */
 export const byId = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
 
-/** Shows a message at the bottom of the page. @param {string} text */
+const SHOWN_FOR = 10_000; // milliseconds: a message that is no error
+let statusTimer = 0;
+
+/**
+ * Shows a message. An error stays until the next message, others for ten seconds.
+ * @param {string} text
+ */
 export function showStatus(text, isError = false) {
   const status = byId("status");
+  clearTimeout(statusTimer);
   status.textContent = text;
   status.className = isError ? "error" : "";
+  if (text && !isError) statusTimer = window.setTimeout(() => (status.textContent = ""), SHOWN_FOR);
 }
 
 /** Marks those of some links that lead to where the page is. @param {Iterable<Element>} links */

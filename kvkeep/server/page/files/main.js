@@ -42,6 +42,7 @@ async function showView(focus) {
   markCurrent(document.querySelectorAll("nav a"));
   const [pattern, view] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
   const container = h("div");
+  document.body.append(byId("status")); // a chat has it above its message box
   fill(content, container);
   try {
     document.body.classList.toggle("chatting", view === chat);
@@ -49,6 +50,7 @@ async function showView(focus) {
   } catch (error) {
     if (signal.aborted) return;
     if (error instanceof ApiError && error.status === 401) return askForKey();
+    document.body.append(byId("status"));
     fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)));
   }
   if (signal.aborted) return;

@@ -104,7 +104,7 @@ function turnElements(memory, turn, actions) {
   return [
     heading,
     isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), held.length ? pin : null),
-    action("Forget", forgetText(memory, turn, bytes), forget),
+    action("Forget", forgetText(memory, turn, bytes), held.length ? forget : null),
     turn.parts.map((part) => replaceAction(memory, part, actions)),
     canGoBackTo(memory, end)
       ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end))
@@ -145,12 +145,14 @@ function compressControl(memory, actions) {
   const cost = h("p", { role: "status" });
   const update = () => {
     cost.textContent = `${slider.value} to 1: ${compressText(memory(), Number(slider.value), bytes)}`;
+    button.disabled = !memory().cells;
   };
   slider.addEventListener("input", update);
   const run = () => {
     showStatus("Compressing...");
     actions.change("compress", "compress", [{ ratio: Number(slider.value) }], "Compressed.");
   };
-  const elements = [heading, h("label", { for: "ratio" }, "Ratio"), slider, cost, h("button", { onclick: run }, "Compress")];
+  const button = h("button", { onclick: run }, "Compress");
+  const elements = [heading, h("label", { for: "ratio" }, "Ratio"), slider, cost, button];
   return { elements, update };
 }

@@ -25,6 +25,7 @@ export function heldText(memory, { start, end }) {
  */
 export function forgetText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
+  if (!cells) return "Not possible: nothing of it is in memory any more.";
   const size = memory.cells ? (cells / memory.cells) * memory.bytes : 0;
   return `Frees ${counted(cells, "cell")} (${bytes(size)}) and removes the text. What follows stays as it was computed with it.`;
 }

@@ -1,0 +1,64 @@
+"""Messages of the web UI, and what it offers for a turn of which nothing is held."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from page.conftest import wait_until
+from playwright.sync_api import Page, expect
+from server.conftest import RunningServer
+
+# Whether the status lies between the conversation and the message box.
+_IN_BETWEEN = """(() => {
+    const box = (selector) => document.querySelector(selector).getBoundingClientRect();
+    return box(".log").bottom <= box("#status").top && box("#status").bottom <= box(".composer").top;
+})()"""
+_IS_AT_THE_END = """(() => {
+    const log = document.querySelector(".log");
+    return log.scrollHeight - log.scrollTop - log.clientHeight < 2;
+})()"""
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        yield created
+
+
+def create(client: httpx.Client, name: str, turns: int, **settings: object) -> None:
+    client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
+    for _ in range(turns):
+        turn = {"content": "Name a city. " * 12, "max_tokens": 1, "temperature": 0}
+        client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+
+
+def test_a_message_covers_no_answer_and_goes_by_itself(page: Page, client: httpx.Client) -> None:
+    create(client, "covered", 2)
+    page.clock.install()
+    page.set_viewport_size({"width": 1440, "height": 420})  # the chat is longer than its view
+    page.goto("/#/chat/covered")
+    page.reload()
+    page.locator(".turn-bars button").last.click()
+    expect(page.locator("#status")).to_be_empty()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    expect(page.locator("#status")).to_have_text("turn 2 is pinned.")
+    wait_until(page, _IN_BETWEEN)
+    wait_until(page, _IS_AT_THE_END)
+    page.clock.fast_forward(11_000)
+    expect(page.locator("#status")).to_be_empty()
+    page.get_by_role("link", name="Operations").click()
+    expect(page.get_by_role("heading", name="Operations")).to_be_visible()
+    assert page.locator("#status").count() == 1  # a view that is left takes none with it
+
+
+def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: httpx.Client) -> None:
+    create(client, "lost", 4, policy="sliding", max_kv_size=64)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto("/#/chat/lost")
+    page.locator(".turn-bars button[data-turn='turn 1']").click()
+    card = page.locator(".turn-card")
+    expect(card).to_contain_text("in 0 cells, forgotten")
+    for name in ("Pin", "Forget", "Replace question", "Branch from here"):
+        expect(card.get_by_role("button", name=name)).to_be_disabled()
+    page.locator(".turn-bars button").last.click()
+    expect(card.get_by_role("button", name="Forget")).to_be_enabled()
