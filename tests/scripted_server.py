@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--context-policy", default="refuse")
     parser.add_argument("--prompt-rules", default="default")
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--allow-edit", action="store_true")
     options = parser.parse_args()
     write = script_writer(json.loads(options.script.read_text()), options.log)
     settings: dict[str, Any] = {"policy": "sliding", "max_kv_size": options.max_kv_size}
@@ -70,7 +71,7 @@ def main() -> None:
             "host": "127.0.0.1",
             "port": options.port,
             "alias": "kvkeep-scripted",
-            "allow_edit": False,
+            "allow_edit": options.allow_edit,
             "allow_host": (),
             "allow_origin": (),
             "grace": 1.0,

@@ -10,8 +10,10 @@ from server.conftest import RunningServer
 
 # Whether the status lies between the conversation and the message box.
 _IN_BETWEEN = """(() => {
-    const box = (selector) => document.querySelector(selector).getBoundingClientRect();
-    return box(".log").bottom <= box("#status").top && box("#status").bottom <= box(".composer").top;
+    const [log, status, composer] = [".log", "#status", ".composer"].map(
+        (selector) => document.querySelector(selector).getBoundingClientRect(),
+    );
+    return log.bottom <= status.top && status.bottom <= composer.top;
 })()"""
 _IS_AT_THE_END = """(() => {
     const log = document.querySelector(".log");

@@ -173,7 +173,7 @@ export class ChatView {
     if (elements.length) fill(this.frame.log, elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns, this.answers.last);
-    if (isFollowed) this.frame.followEnd(true);
+    if (isFollowed) this.frame.goToEnd();
   }
 
   async drawHeader() {

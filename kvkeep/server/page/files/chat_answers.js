@@ -66,7 +66,7 @@ export class ChatAnswers {
     const turn = openTurn(content);
     if (!chat.turns.length) fill(chat.frame.log);
     chat.frame.log.append(turn.element);
-    chat.frame.followEnd(true);
+    chat.frame.goToEnd();
     const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
     const body = { content, stream: true, ...system, ...keptOf(memory.name).sampling };
     await this.stream(body, turn, () => chat.frame.box.restore(content));

@@ -15,6 +15,7 @@ import { turnStrip } from "./turn_strip.js";
  */
 
 const READ_ONLY = "This page may only read here. Start the server with --allow-edit to chat and to edit.";
+const SETTLING_FRAMES = 12;
 const NEAR_END = 200; // pixels: a reader who is nearer to the end follows it
 
 export class ChatFrame {
@@ -65,9 +66,9 @@ export class ChatFrame {
   drawMemory(memory, turns, lastAnswer) {
     [this.memory, this.turns, this.lastAnswer] = [memory, turns, lastAnswer];
     if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
+    this.element.classList.add("has-memory"); // the strip scrolls only once it is shown
     this.strip.draw(memory, turns, this.selected);
     this.panel.draw(memory, turns, this.selected, lastAnswer);
-    this.element.classList.add("has-memory");
     this.point(null);
   }
 
@@ -125,6 +126,12 @@ export class ChatFrame {
   // Scrolls to the end, unless the reader has scrolled away from it.
   followEnd(force = false) {
     if (force || this.isNearEnd()) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  // Scrolls to the end, and again while turns that come into view get the heights that were estimated before.
+  goToEnd(frames = SETTLING_FRAMES) {
+    this.followEnd(true);
+    if (frames) requestAnimationFrame(() => this.goToEnd(frames - 1));
   }
 }
 

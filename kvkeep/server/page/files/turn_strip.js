@@ -5,6 +5,8 @@ import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, st
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
+const AT_END = 4; // pixels
+const SHRUNK_TO = 60; // percent of the strip: before so many turns make the rest narrower, the strip scrolls
 const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
 
 /**
@@ -42,6 +44,7 @@ export function turnStrip(onPoint, onSelect) {
     element,
     /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected */
     draw(memory, turns, selected) {
+      const wasAtEnd = bars.scrollLeft + bars.clientWidth > bars.scrollWidth - AT_END;
       const focused = bars.contains(document.activeElement) ? /** @type {HTMLElement} */ (document.activeElement).dataset.turn : null;
       const total = Math.max(memory.cells, memory.max_kv_size || 0, 1);
       const entry = selected || turns.at(-1)?.label; // the one that Tab reaches
@@ -52,6 +55,7 @@ export function turnStrip(onPoint, onSelect) {
       residual.title = residualText(memory);
       residual.setAttribute("aria-label", residual.title);
       free.style.flexGrow = String(Math.max(0, 1 - memory.cells / total));
+      if (wasAtEnd) bars.scrollLeft = bars.scrollWidth; // of more turns than there is room for
       for (const button of buttons()) if (button.dataset.turn === focused) button.focus();
     },
     /** @param {string | null} pointed @param {string | null} selected */
@@ -60,9 +64,17 @@ export function turnStrip(onPoint, onSelect) {
         button.classList.toggle("lit", button.dataset.turn === pointed);
         button.classList.toggle("selected", button.dataset.turn === selected);
         button.setAttribute("aria-pressed", String(button.dataset.turn === selected));
+        if (button.dataset.turn === pointed && !bars.matches(":hover")) reveal(bars, button);
       }
     },
   };
+}
+
+// Scrolls to a part of the strip, if it is not in view.
+/** @param {HTMLElement} bars @param {HTMLElement} button */
+function reveal(bars, button) {
+  const [start, end] = [button.offsetLeft - bars.offsetLeft, button.offsetLeft - bars.offsetLeft + button.offsetWidth];
+  if (start < bars.scrollLeft || end > bars.scrollLeft + bars.clientWidth) bars.scrollLeft = start - bars.clientWidth / 2;
 }
 
 /** @param {Memory} memory @param {Turn} turn @param {number} total @param {boolean} reachable */
@@ -74,7 +86,8 @@ function bar(memory, turn, total, reachable) {
   const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}${after}`;
   const parts = shares.map(({ standing, cells: size }) => h("span", { class: standing, style: { flexGrow: String(size || 0.001) } }));
   const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
-  const style = { flexGrow: String(Math.max(NARROWEST, cells / total)) };
+  const share = Math.max(NARROWEST, cells / total);
+  const style = { flexGrow: String(share), minWidth: `max(5px, ${SHRUNK_TO * share}%)` };
   const button = h("button", { type: "button", "data-turn": turn.label, title: text, "aria-label": text, style }, parts, marks);
   button.tabIndex = reachable ? 0 : -1;
   return button;
