@@ -5,7 +5,8 @@ import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { ChatFrame } from "./chat_frame.js";
-import { titleOf } from "./chat_settings.js";
+import { keptOf, titleOf } from "./chat_settings.js";
+import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
 import { fill, h, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
@@ -13,7 +14,7 @@ import { standingNote, turnElement } from "./message.js";
 import { fetchPieces } from "./pieces.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
-import { undoSteps } from "./undo.js";
+import { stepsAmong } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
@@ -177,11 +178,13 @@ export class ChatView {
   }
 
   async drawHeader() {
-    const [step] = this.edits ? await undoSteps(/** @type {string} */ (this.name)).catch(() => []) : [];
+    const name = /** @type {string} */ (this.name);
+    const { data } = await get("/v1/sessions").catch(() => ({ data: [] }));
+    const [step] = this.edits ? stepsAmong(data, name) : [];
     const link = h("a", { class: "button", href: `#/sessions/${this.name}` }, "Inspect");
     const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
     const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, undoButton, branch, link);
+    fill(this.frame.buttons, undoButton, originLink(data, name), branch, link);
   }
 
   /**
@@ -227,4 +230,14 @@ export class ChatView {
     history.pushState(null, "", `#/chat/${name}`);
     [this.name, this.memory, this.texts, this.turns, this.answers.last] = [name, null, [], [], null];
   }
+}
+
+/**
+ * Creates the link from a branch to the conversation that it left; null if that is not there, or it is no branch.
+ * @param {SessionEntry[]} entries all sessions @param {string} name
+ */
+function originLink(entries, name) {
+  const own = entries.find((entry) => entry.name === name);
+  const origin = own && entries.find((entry) => entry.name === (withParent(own).parent || keptOf(name).branchOf) && entry.name !== name);
+  return origin ? h("a", { class: "button", href: `#/chat/${origin.name}`, title: titleOf(origin) }, "Original") : null;
 }

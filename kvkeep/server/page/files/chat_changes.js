@@ -12,6 +12,8 @@ import { dropUndo, keepUndo, undo } from "./undo.js";
 /** @typedef {import("./turns.js").Part} Part */
 
 const IN_A_BRANCH = "The new message is asked in a branch; this conversation stays as it is.";
+const BRANCHED = "This is a branch. The conversation that it left stays as it is: see Original.";
+const BEGUN_ANEW = "This is a new conversation. The one before stays as it is: see Original.";
 const IN_A_NEW_ONE =
   "What led up to this message is not in memory any more, so the model cannot go back to it: the new message begins a conversation without the turns before. This one stays as it is.";
 const NO_WAY_BACK =
@@ -96,13 +98,18 @@ export class ChatChanges {
     if (!name) return;
     this.chat.leaveFor(name);
     await this.chat.load();
+    showStatus(isHeld ? BRANCHED : BEGUN_ANEW);
     await this.chat.answers.takeTurn(text);
   }
 
   /** @param {number | null} at */
   async branch(at) {
     const name = await this.fork(at, "");
-    if (name) location.hash = `#/chat/${name}`;
+    if (!name) return;
+    const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
+    location.hash = `#/chat/${name}`;
+    await left; // another view begins without a message
+    showStatus(BRANCHED);
   }
 
   /**

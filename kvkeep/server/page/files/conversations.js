@@ -74,7 +74,7 @@ export function conversations(container, edits) {
 
 // After an undo, a branch is a fork of what was kept for it: this browser knows of what it was one.
 /** @param {Entry} entry @returns {Entry} */
-const withParent = (entry) => (entry.parent && isUndoName(entry.parent) ? { ...entry, parent: keptOf(entry.name).branchOf || null } : entry);
+export const withParent = (entry) => (entry.parent && isUndoName(entry.parent) ? { ...entry, parent: keptOf(entry.name).branchOf || null } : entry);
 
 export const conversationsChanged = () => document.dispatchEvent(new CustomEvent("conversations"));
 

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, number, promptDialog, showStatus } from "./dom.js";
 import { answerText, compressText, forgetText, heldText, pinText, replaceText } from "./memory_text.js";
-import { missElements, missOf, reuseText } from "./misses.js";
+import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
 import { canGoBackTo, countOf, rangesOf } from "./turns.js";
 
@@ -57,17 +57,13 @@ function budgetElements(memory) {
   const full = most ? `${number(memory.cells)} of ${number(most)} cells` : `${number(memory.cells)} cells`;
   const lost = countOf(memory, "forgotten");
   const tokens = `${lost ? `${number(memory.tokens - lost)} of ` : ""}${number(memory.tokens)} tokens`;
-  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of them shared with branches` : "";
+  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of them shared with branches and what is kept for Undo` : "";
   return [
     most ? h("meter", { min: "0", max: String(most), value: String(memory.cells), "aria-label": "Cells in use" }) : null,
     h("p", {}, `${full} hold ${tokens}: ${bytes(memory.bytes)}${shared}.`),
     legend(memory),
   ];
 }
-
-// Whether a session holds prompts of requests. In a conversation of turns, each reuses all before it.
-/** @param {Memory} memory */
-const isPrompt = (memory) => Boolean(memory.tokens && memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^turn \d+$/.test(label));
 
 /** @param {Memory} memory @param {any} lastAnswer */
 function answerSentence(memory, lastAnswer) {
@@ -91,16 +87,17 @@ function whyButton(memory, container) {
 
 /** @param {Memory} memory @param {Turn} turn @param {Actions | null} actions */
 function turnElements(memory, turn, actions) {
-  const heading = [h("h3", {}, turn.label), h("p", {}, heldText(memory, turn))];
+  const title = turn.label.replace(/^./, (letter) => letter.toUpperCase());
+  const heading = [h("h3", {}, title), h("p", {}, heldText(memory, turn))];
   if (!actions) return heading;
   const { start, end } = turn;
   const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
   const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
   const isPinned = rangesOf(memory, start, end, (standing) => standing === "pinned").length > 0;
-  const pin = () => actions.change("pin", "pin", held, `${turn.label} is pinned.`);
-  const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${turn.label} is no longer pinned.`);
+  const pin = () => actions.change("pin", "pin", held, `${title} is pinned.`);
+  const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${title} is no longer pinned.`);
   const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
-  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${turn.label} is forgotten.`);
+  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} is forgotten.`);
   return [
     heading,
     isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), held.length ? pin : null),

@@ -4,7 +4,7 @@ import { get, messageOf } from "./api.js";
 import { selectionBar, sessionButtons } from "./actions.js";
 import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
-import { reuseText } from "./misses.js";
+import { isPrompt, reuseText } from "./misses.js";
 import { fetchPieces } from "./pieces.js";
 import { Change } from "./session_change.js";
 import { stateText } from "./sessions.js";
@@ -183,7 +183,7 @@ function factLine(memory) {
     `${bytes(memory.bytes)}${shared}. `,
     overwrittenParts(memory),
     memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
-    memory.last_prompt ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
+    memory.last_prompt && isPrompt(memory) ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
     tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
     `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
     h("a", { href: `#/sessions/${memory.name}/heads` }, "Cells by head"),

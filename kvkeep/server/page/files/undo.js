@@ -16,9 +16,17 @@ export const isUndoName = (name) => NAME.test(name);
  */
 export async function undoSteps(session) {
   const { data } = await get("/v1/sessions");
-  return data
-    .filter((/** @type {any} */ entry) => entry.parent === session)
-    .flatMap((/** @type {any} */ entry) => {
+  return stepsAmong(data, session);
+}
+
+/**
+ * Returns those of `undoSteps` among all sessions.
+ * @param {SessionEntry[]} entries @param {string} session @returns {Step[]}
+ */
+export function stepsAmong(entries, session) {
+  return entries
+    .filter((entry) => entry.parent === session)
+    .flatMap((entry) => {
       const match = NAME.exec(entry.name);
       return match && session.startsWith(match[1]) ? [{ name: entry.name, number: Number(match[2]), operation: match[3] }] : [];
     })
