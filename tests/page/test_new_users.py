@@ -88,3 +88,12 @@ def test_the_inspector_shows_a_conversation_as_the_chat_does(
     image = "(element) => getComputedStyle(element).backgroundImage"
     strip = page.locator(".bars .forgotten").first.evaluate(image)
     assert strip == page.locator(".legend .forgotten").evaluate(image) != "none"
+
+
+def test_a_view_that_cannot_be_loaded_says_why(page: Page) -> None:
+    """Views of the inspector are loaded once they are asked for."""
+    page.route("**/page/tree.js", lambda route: route.abort())
+    page.get_by_role("link", name="Tree").click()
+    expect(page.locator("main")).to_contain_text("The server does not answer.")
+    page.get_by_role("link", name="Operations").click()
+    expect(page.get_by_role("heading", name="Operations")).to_be_visible()

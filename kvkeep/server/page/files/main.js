@@ -5,23 +5,21 @@ import { byId, fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { chat } from "./chat.js";
 import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
-import { heads } from "./heads.js";
 import { misses } from "./misses.js";
-import { operations } from "./operations.js";
-import { session } from "./session.js";
-import { sessions } from "./sessions.js";
-import { tree } from "./tree.js";
 
-/** @type {[RegExp, (container: any, view: View) => Promise<void>][]} */
+/** @typedef {(container: any, view: View) => Promise<void>} ShowView */
+
+// Views by their URLs. Those of the inspector are loaded once they are asked for.
+/** @type {[RegExp, () => ShowView | Promise<ShowView>][]} */
 const VIEWS = [
-  [/^#?\/?$/, chat],
-  [/^#\/chat\/([^/]+)$/, chat],
-  [/^#\/sessions$/, sessions],
-  [/^#\/tree$/, tree],
-  [/^#\/operations$/, operations],
-  [/^#\/missed(?:\/(\d+))?$/, misses],
-  [/^#\/sessions\/([^/]+)\/heads$/, heads],
-  [/^#\/sessions\/([^/]+)$/, session],
+  [/^#?\/?$/, () => chat],
+  [/^#\/chat\/([^/]+)$/, () => chat],
+  [/^#\/sessions$/, async () => (await import("./sessions.js")).sessions],
+  [/^#\/tree$/, async () => (await import("./tree.js")).tree],
+  [/^#\/operations$/, async () => (await import("./operations.js")).operations],
+  [/^#\/missed(?:\/(\d+))?$/, () => misses],
+  [/^#\/sessions\/([^/]+)\/heads$/, async () => (await import("./heads.js")).heads],
+  [/^#\/sessions\/([^/]+)$/, async () => (await import("./session.js")).session],
 ];
 
 const content = byId("content");
@@ -40,12 +38,18 @@ async function showView(focus) {
   showStatus("");
   document.body.classList.remove("menu-open");
   markCurrent(document.querySelectorAll("nav a"));
-  const [pattern, view] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
+  const [pattern, load] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
   const container = h("div");
   document.body.append(byId("status")); // a chat has it above its message box
   fill(content, container);
+  const loaded = load();
+  const isChat = loaded === chat;
   try {
-    document.body.classList.toggle("chatting", view === chat);
+    document.body.classList.toggle("chatting", isChat);
+    const view = await Promise.resolve(loaded).catch(() => {
+      throw new Error("The server does not answer.");
+    });
+    if (signal.aborted) return;
     await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [], settings });
   } catch (error) {
     if (signal.aborted) return;
@@ -54,7 +58,7 @@ async function showView(focus) {
     fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)));
   }
   if (signal.aborted) return;
-  if (focus && view !== chat) content.focus({ preventScroll: true });
+  if (focus && !isChat) content.focus({ preventScroll: true });
 }
 
 async function askForKey() {
