@@ -19,6 +19,8 @@ from kvkeep.model import Model
 from kvkeep.storage.files.atomic import write_atomic
 
 _MAX_BYTES = 2**24
+# Of a line that ends early, or was damaged.
+_DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError)
 _log = logging.getLogger("kvkeep.engine")
 
 
@@ -48,7 +50,7 @@ class AnswerLog:
         except (OSError, ValueError):
             header, lines = "", []
         for line in lines if header == self._header else ():
-            with suppress(ValueError, LookupError, TypeError):  # such as a line that ends early
+            with suppress(*_DAMAGE):
                 self._written.restore(*_from_line(line))
         self._rewrite()
         self._written.on_add = self._add

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.engine.pins import PrefixPin, prefix_digest
+from kvkeep.engine.pins import PinRequest, PrefixPin, prefix_digest
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.session_files import owner_folders
@@ -246,13 +246,25 @@ def _read_index(path: Path) -> list[_SavedPin]:
     """Return the pins of an index that have not expired."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-        entries = [_SavedPin(**fields) for fields in document["pins"]]
+        entries = [_read_entry(fields) for fields in document["pins"]]
         return [entry for entry in entries if entry.expires > time.time()]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         _log.error("%s was not loaded: %s", path, error)
         return []
+
+
+def _read_entry(fields: Any) -> _SavedPin:
+    """Return a pin of an index. Raises TypeError or ValueError for values that no pin has."""
+    entry = _SavedPin(**fields)
+    texts, numbers = (entry.id, entry.session, entry.key, entry.digest), (entry.tokens, entry.hits)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"a pin's names must be text; found {texts}")
+    if not all(type(number) is int for number in numbers):
+        raise TypeError(f"a pin's counts must be whole numbers; found {numbers}")
+    PinRequest(entry.seconds, entry.tokens)  # refuses times that are out of bounds
+    return entry
 
 
 def _unlink(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Prefix pins: protection from eviction, expiry, limits, owners, and keys of conversations."""
 
+import json
 import random
 import shutil
 import time
@@ -216,7 +217,7 @@ def test_pins_survive_a_kill_with_the_newest_text_that_was_saved(tmp_path: Path)
         engine.release_pin(before[""].id).result()
         wait_for(lambda: len(list(folder.rglob("*.kvkeep"))) == 1)
         wait_for(lambda: '"tokens": 42' in next(folder.rglob("*.json")).read_text())
-        (file,) = folder.rglob("*.kvkeep")
+        file = next(folder.rglob("pinned")) / f"{before['k'].record.name}.kvkeep"
         wait_for(lambda: read_snapshot_document(file)["notes"]["engine"]["revision"] == 2)
         second = killed(folder, tmp_path / "c")
     with new_engine(first) as engine:
@@ -263,6 +264,28 @@ def test_pins_that_cannot_be_loaded_are_left_out(tmp_path: Path) -> None:
         ask(engine, 0, PinRequest(900))
     with new_engine(tmp_path, cells=60) as engine:  # no room
         assert engine.pins().result() == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"tokens": "9"}, {"tokens": None}, {"tokens": 0}, {"tokens": 1.5}, {"hits": "1"}),
+        *({"seconds": "9"}, {"seconds": None}, {"seconds": -1}, {"seconds": 1e300}),
+        *({"expires": "9"}, {"session": 3}, {"session": None}, {"key": 3}, {"digest": []}),
+    ],
+)
+def test_an_engine_starts_with_a_damaged_index_of_pins(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    with new_engine(tmp_path) as engine:
+        ask(engine, 0, PinRequest(900))
+    (index,) = tmp_path.rglob("pins.json")
+    document = json.loads(index.read_text())
+    document["pins"][0].update(damage)
+    index.write_text(json.dumps(document))
+    with new_engine(tmp_path) as engine:
+        assert engine.pins().result() == []
+        assert ask(engine, 0)[1] == 0
 
 
 @pytest.mark.parametrize("seconds", [0, -1, MAX_PIN_SECONDS + 1, float("nan")])

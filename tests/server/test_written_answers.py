@@ -221,6 +221,8 @@ def test_with_a_prefix_cache_all_answers_are_remembered_after_a_kill(
             time.sleep(0.01)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
     with (tmp_path / "b" / log.name).open("a") as file:
+        damaged = {"owner": "1", "says": "00", "prompt": "00", "ids": [2**40]}
+        file.write(f"{json.dumps(damaged)}\n{'[' * 100_000}\n")
         file.write('{"owner": "1", "says"')  # a line that was cut off by the kill
     length = len(model.text.encode(CALL, special=True))
     body = {"messages": history, "tools": [TOOL]}
