@@ -1,0 +1,93 @@
+"""Fuzz tests of what clients and models send as programs: JSON schemas, grammars, templates."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from fuzz.fuzzing import fuzz
+from fuzz.mutations import mutate_bytes, mutate_json
+from small_models import VOCABULARY, write_small_folder
+
+from kvkeep import Model, load_model
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.grammar import Grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}(-[0-9]+)*$", "maxLength": 20},
+        "count": {"type": "integer", "minimum": 1, "maximum": 99, "multipleOf": 3},
+        "kind": {"enum": ["a", "b", 1, None]},
+        "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}, "minItems": 1, "maxItems": 4},
+        "other": {"anyOf": [{"type": "number"}, {"const": {"x": [1]}}, {"format": "date"}]},
+    },
+    "required": ["name", "parts"],
+    "additionalProperties": {"type": "boolean"},
+    "$defs": {"part": {"allOf": [{"properties": {"of": {"$ref": "#/$defs/part"}}}]}},
+}
+GBNF = r"""# an object
+root ::= "{" ws pair ("," ws pair){0,3} "}"
+pair ::= string ":" ws (string | number | root)
+string ::= "\"" ([^"\\\x7F] | "\\" ["nrt])* "\"" ws
+number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]+)?
+ws ::= [ \t\n]*
+"""
+TEMPLATE = """{%- set ns = namespace(n=0) -%}
+{%- macro part(text, sep='|') %}{{ sep }}{{ text|trim|upper }}{% endmacro -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' and loop.index0 % 2 == 0 -%}
+{{ bos_token }}<u>{{ part(message.content, sep='-' * 3) }}</u>
+{%- elif message.tool_calls is defined %}{{ message.tool_calls|tojson(indent=2) }}
+{%- else %}{{ message.content.split('x')[-1]|replace('a', 'bb') ~ ns.n }}{% set ns.n = ns.n + 1 %}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '%s>' % 'a' }}{{ range(3)|join(',') }}{% endif -%}
+{%- for a, b in {'x': 1}.items()|list %}{{ a * 2 }}{{ b ** 2 }}{% endfor -%}
+"""
+MESSAGES = [{"role": "user", "content": "xax"}, {"role": "assistant", "content": "axa"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(str(write_small_folder(tmp_path_factory.mktemp("small"))), dtype="float32")
+
+
+def follow(grammar: Grammar, random: Random) -> None:
+    """Write a few tokens that a grammar allows."""
+    for _ in range(4):
+        allowed = torch.isfinite(grammar.masked(torch.zeros(VOCABULARY, dtype=torch.float32)))
+        choices = allowed.nonzero().flatten().tolist()
+        if not choices:
+            return
+        grammar.accept(random.choice(choices))
+
+
+def test_a_changed_schema_is_followed_or_refused(model: Model) -> None:
+    def read(random: Random) -> None:
+        schema = mutate_json(SCHEMA, random)
+        if isinstance(schema, dict):
+            follow(Grammar.from_schema(model, schema), random)
+
+    assert fuzz(read, 41, share=2)["read"]
+
+
+def test_a_changed_grammar_is_followed_or_refused(model: Model) -> None:
+    def read(random: Random) -> None:
+        text = mutate_bytes(GBNF.encode(), random).decode("utf-8", "replace")
+        follow(Grammar.from_gbnf(model, text), random)
+
+    assert fuzz(read, 42, share=2)["read"]
+
+
+def test_a_changed_template_renders_or_is_refused(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    config = folder / "tokenizer_config.json"
+
+    def read(random: Random) -> None:
+        text = mutate_bytes(TEMPLATE.encode(), random).decode("utf-8", "replace")
+        config.write_text(json.dumps({"chat_template": text}))
+        TextCodec.open(folder).chat(MESSAGES, True, None, {})
+
+    assert fuzz(read, 43)["read"]
