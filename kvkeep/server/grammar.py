@@ -17,6 +17,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_CHARACTERS
 from kvkeep.server.schema_patterns import without_unsupported_patterns
+from kvkeep.server.schema_safety import require_safe_schema
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 # Keywords by which an object may have properties beside those of its `properties`.
@@ -175,7 +176,9 @@ def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
     A model would invent more properties where `additionalProperties` is missing, a small one
     without end. llama.cpp closes such objects, too. Parts that are merged with others stay open.
+    Raises InvalidArgument for a schema that could end the process: see `require_safe_schema`.
     """
+    require_safe_schema(schema)
     return schema if _merges_schemas(schema) else _closed(schema)
 
 
