@@ -40,7 +40,7 @@ def long_chat(server: RunningServer) -> str:
         client.post("/v1/sessions", json=session).raise_for_status()
         text = "".join(
             f"<|im_start|>user\nNumber {number}?<|im_end|>\n<|im_start|>assistant\n"
-            + "\n\n".join(["It is a number."] * (1 + number % 9))
+            + "\n\n".join(["It is a number."] * (40 if number == EXCHANGES - 1 else 1 + number % 9))
             + "<|im_end|>\n"
             for number in range(EXCHANGES)
         )
@@ -58,6 +58,7 @@ def test_a_long_chat_opens_at_its_end(narrow_page: Page, long_chat: str) -> None
     """Also if the heights of its turns are not those that were estimated before they were drawn."""
     narrow_page.goto(f"/#/chat/{long_chat}")
     expect(narrow_page.locator(".turn")).to_have_count(2 * EXCHANGES)
+    narrow_page.wait_for_timeout(500)  # the last turn is drawn, which is longer than the view
     wait_until(narrow_page, _IS_AT_THE_END)
 
 
