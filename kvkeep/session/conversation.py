@@ -110,25 +110,51 @@ class Conversation:
                 self.session.rewind(1)
         return ids[overlap_length(self.session.tokens, ids[: len(closing_ids)]) :]
 
-    def name_turn(self, question: str, num_prefilled: int, num_generated: int = 0) -> None:
-        """Name a turn's spans. num_prefilled: its prompt's tokens. num_generated: its answer's."""
+    def name_turn(
+        self,
+        question: str,
+        num_prefilled: int,
+        num_generated: int = 0,
+        unread: Sequence[int] = (),
+    ) -> None:
+        """Name a turn's spans. num_prefilled: its prompt's tokens. num_generated: its answer's.
+
+        unread: the prompt's tokens after those, of a turn that was cut off; see `cancel_turn`.
+        """
         end, previous_turn = len(self.session.tokens) - num_generated, self.last_turn
         ids, ranges = self.template.encode_later_turn(question)
-        prefilled = self.session.tokens[end - num_prefilled : end]
-        turn_length = len(ids) if prefilled[-len(ids) :] == ids else num_prefilled
-        start, turn = end - turn_length, f"turn {previous_turn + 1}"
+        prompt = [*self.session.tokens[end - num_prefilled : end], *unread]
+        turn_length = len(ids) if prompt[-len(ids) :] == ids else len(prompt)
+        full_end, turn = end + len(unread), f"turn {previous_turn + 1}"
+        start = min(full_end - turn_length, end)
         if previous_turn:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             name = f"turn {previous_turn}"
             self.session.name(name, self.session.span_ranges[name][0], start)
-        elif num_prefilled == end and start:
+        elif len(prompt) == full_end and start:
             self._name_system(question, start)
+        if start == end:
+            return
         self.session.name(turn, start, end)
         self._last_turn = previous_turn + 1
-        if turn_length == num_prefilled == end and prefilled != ids:
+        if turn_length == len(prompt) == full_end and prompt != ids:
             # The template writes the first turn differently.
             ids, ranges = self.template.encode_first_turn(self.system, question)
-        self._name_text(f"{turn} question", ranges[-2], end - len(ids))
+        self._name_text(f"{turn} question", ranges[-2], full_end - len(ids))
+
+    def cancel_turn(self, question: str, prompt: Sequence[int], num_prefilled: int) -> bool:
+        """Remove a message of which the first `num_prefilled` tokens of `prompt` were prefilled.
+
+        prompt: what `begin_turn` returned. If tokens before it were evicted meanwhile, it cannot be
+        removed: then what was prefilled stays as a turn without an answer, which the next turn
+        closes, and which can be deleted. Returns whether the message was removed.
+        """
+        try:
+            self.session.rewind(num_prefilled)
+        except InvalidArgument:  # evicted tokens cannot be rewound
+            self.name_turn(question, num_prefilled, unread=prompt[num_prefilled:])
+            return False
+        return True
 
     @property
     def is_open(self) -> bool:
@@ -229,8 +255,7 @@ class Conversation:
         after `max_tokens`, or as `sampling` says; a caller that stops iterating ends it there.
         sampling: None for the model's `default_sampling`.
 
-        An interrupt or error during the prefill takes the message back, unless older tokens were
-        evicted for it. Raises InvalidArgument and ContextFull as `Session.feed`.
+        An interrupt or error during the prefill removes the message, as `cancel_turn`. Raises InvalidArgument and ContextFull as `Session.feed`.
         """
         with closing(self.events(question, max_tokens, sampling)) as events:
             for event in events:
@@ -248,8 +273,7 @@ class Conversation:
         try:
             self.session.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
-            with suppress(InvalidArgument):  # evicted tokens cannot be rewound
-                self.session.rewind(len(self.session.tokens) - start)
+            self.cancel_turn(question, ids, len(self.session.tokens) - start)
             raise
         self.name_turn(question, len(ids))
         sampling = sampling or self.session.core.model.default_sampling
@@ -300,10 +324,11 @@ class Conversation:
             self._name_text("system text", ranges[1])
 
     def _name_text(self, name: str, token_range: tuple[int, int], offset: int = 0) -> None:
-        """Name a message's text, unless it is empty. offset: added to the range."""
+        """Name a message's text, as far as it is there. offset: added to the range."""
         start, end = token_range
+        start, end = offset + start, min(offset + end, len(self.session.tokens))
         if start < end:
-            self.session.name(name, offset + start, offset + end)
+            self.session.name(name, start, end)
 
 
 def turn_numbers(span_names: Iterable[str]) -> list[int]:

@@ -12,6 +12,7 @@ from kvkeep import PrefixStore, Sampling, SessionGroup
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
+from kvkeep.compiled.products import prompt_products
 from kvkeep.evaluate.perplexity import perplexity_points
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
@@ -169,7 +170,7 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
         session = model.session(keep=0, prefill_step=step)
         session.feed((ids * 2)[:20])
         actual.append(cells(session))
-    if step > MAX_KERNEL_ROWS:  # the same product by the same library
+    if step > MAX_KERNEL_ROWS and not prompt_products().integers:  # the same, by the same library
         assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
     for one, other in zip(*actual, strict=True):
         assert relative_distance(one.float(), other.float()) <= ROUNDED

@@ -56,18 +56,18 @@ def test_a_turn_is_refused_if_another_client_changes_the_session_after_its_compa
     full_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = full_server.service.engine
-    change = engine.change
+    change_in_steps = engine.change_in_steps
 
     def change_twice(name: str, owner: str, kind: str, *arguments: Any, **options: Any) -> Any:
-        result = change(name, owner, kind, *arguments, **options)
+        result = change_in_steps(name, owner, kind, *arguments, **options)
         wait([result])  # a long change refuses others until it ends
-        change(name, owner, "rewind", lambda session: session.rewind(1))
+        engine.change(name, owner, "rewind", lambda session: session.rewind(1))
         return result
 
     with full_server.client() as client:
         client.post("/v1/sessions", json={"name": "race"})
         revision = client.post("/v1/sessions/race/feed", json={"text": LONG * 2}).json()["revision"]
-        monkeypatch.setattr(engine, "change", change_twice)
+        monkeypatch.setattr(engine, "change_in_steps", change_twice)
         turn, headers = {"content": "Why?", "max_tokens": 2}, {"If-Match": f'"{revision}"'}
         response = client.post("/v1/sessions/race/turns", json=turn, headers=headers)
         assert response.status_code == 412, response.text

@@ -62,7 +62,7 @@ class LocalChat(ChatLoop):
         try:
             ids = conversation.begin_turn(message)
             self._compact_for(len(ids))
-            self._prefill(ids)
+            self._prefill(message, ids)
         except (KeyboardInterrupt, KvkeepError) as error:
             raise PrefillAborted(error) from error
         conversation.name_turn(message, len(ids))
@@ -187,16 +187,19 @@ class LocalChat(ChatLoop):
         if report is not None and report.changed:
             say(f"compacted: {report.summary()}")
 
-    def _prefill(self, ids: list[int]) -> None:
-        """Prefill a question. An interrupt or error rolls it back if possible."""
-        session = self.run.session
+    def _prefill(self, message: str, ids: list[int]) -> None:
+        """Prefill a question. An interrupt or error removes it if possible."""
+        session, conversation = self.run.session, self.branches.current
         start = len(session.tokens)
         try:
             self.run.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
-            # If earlier tokens were already evicted, it cannot be rewound; the next turn closes it.
-            with suppress(InvalidArgument):
-                session.rewind(len(session.tokens) - start)
+            count = len(session.tokens) - start
+            if not conversation.cancel_turn(message, ids, count):
+                say(
+                    f"{plural(count, 'token')} of the message were read and stay, as older text "
+                    f"was evicted for them: turn {conversation.last_turn}"
+                )
             raise
 
     def _generate(self) -> None:

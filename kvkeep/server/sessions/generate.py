@@ -2,7 +2,6 @@
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -166,9 +165,8 @@ def _turn_request(
     ids = chat.begin_turn(question)
 
     def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
-        if num_prefilled < len(ids):  # cancelled during prefill: remove the question
-            with suppress(InvalidArgument):  # evicted tokens cannot be rewound
-                session.rewind(num_prefilled)
+        if num_prefilled < len(ids):  # cancelled during prefill
+            chat.cancel_turn(question, ids, num_prefilled)
             return
         chat.name_turn(question, len(ids), num_generated)
         chat.end_turn()

@@ -160,6 +160,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
+_MAX_NAME = 80  # characters of a name in a difference; a file may say anything
 _NO_ARITHMETIC = "the arithmetic is not recorded (saved by an earlier kvkeep version)"
 _RENAMED_KERNELS = {"compiled": "compiled avx512bf16"}  # names in files of earlier versions
 
@@ -195,7 +196,7 @@ class Exactness:
             mismatches.remove("packed weights")  # follows from other weights
         differs = list[str]()
         for name in mismatches:
-            there, here = (values.get(name, "")[:40] or "none" for values in (saved, current))
+            there, here = (values.get(name, "")[:_MAX_NAME] or "none" for values in (saved, current))
             differs.append(f"{name}: {there} saved, {here} here")
         return cls(tuple(differs))
 

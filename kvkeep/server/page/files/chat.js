@@ -8,7 +8,7 @@ import { ChatFrame } from "./chat_frame.js";
 import { keptOf, titleOf } from "./chat_settings.js";
 import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
-import { fill, h, showStatus } from "./dom.js";
+import { fill, h, showStatus, statusText } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { standingNote, turnElement } from "./message.js";
 import { fetchPieces } from "./pieces.js";
@@ -204,6 +204,7 @@ export class ChatView {
       await run();
     } finally {
       this.setBusy(false); // only now: the next turn is for the revision that is shown
+      if (statusText() === BUSY) showStatus("");
     }
     if (!this.signal.aborted) next.focus({ preventScroll: true });
     return true;

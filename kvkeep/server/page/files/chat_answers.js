@@ -4,7 +4,7 @@ import { changeError, changeHeaders } from "./session_change.js";
 import { get, messageOf, send, streamEvents } from "./api.js";
 import { keep, keptOf, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
-import { fill, showStatus } from "./dom.js";
+import { fill, number, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
 import { countOf } from "./turns.js";
 
@@ -69,7 +69,8 @@ export class ChatAnswers {
     chat.frame.goToEnd();
     const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
     const body = { content, stream: true, ...system, ...keptOf(memory.name).sampling };
-    await this.stream(body, turn, () => chat.frame.box.restore(content));
+    const stoppedEarly = await this.stream(body, turn, () => chat.frame.box.restore(content));
+    if (stoppedEarly) showStatus(stoppedText((chat.memory?.tokens || 0) - memory.tokens));
   }
 
   // Goes on with the newest answer, where it ended.
@@ -80,7 +81,7 @@ export class ChatAnswers {
     await this.stream({ stream: true, ...sampling }, turn, () => {});
   }
 
-  // Streams an answer into a turn that is shown. onNothing: called if nothing of it was kept.
+  // Streams an answer into a turn that is shown. onNothing: called if nothing was generated. Returns whether it was stopped before that.
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
   async stream(body, turn, onNothing) {
     const { chat } = this;
@@ -95,12 +96,15 @@ export class ChatAnswers {
     }
     turn.finish();
     chat.frame.box.setStoppable(false);
+    const stoppedEarly = turn.isEmpty && this.running.signal.aborted;
     if (turn.isEmpty) onNothing();
+    if (stoppedEarly) turn.note("Stopping...");
     this.running = null;
-    if (chat.signal.aborted) return;
+    if (chat.signal.aborted) return false;
     await this.settle();
     if (failure) showStatus(changeError(failure), true);
     conversationsChanged();
+    return stoppedEarly;
   }
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
@@ -129,3 +133,9 @@ export class ChatAnswers {
     if (this.chat.memory) await this.chat.draw();
   }
 }
+
+/** @param {number} read tokens of a stopped message that stay in memory */
+const stoppedText = (read) =>
+  read > 0
+    ? `Stopped. ${number(read)} tokens of the message were read and stay, as older text was forgotten for them. The message is back in the box.`
+    : "Stopped: memory is as before, and the message is back in the box.";

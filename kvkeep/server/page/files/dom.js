@@ -49,6 +49,9 @@ export function showStatus(text, isError = false) {
   if (text && !isError) statusTimer = window.setTimeout(() => (status.textContent = ""), SHOWN_FOR);
 }
 
+/** Returns the message that is shown. */
+export const statusText = () => byId("status").textContent;
+
 /** Marks those of some links that lead to where the page is. @param {Iterable<Element>} links */
 export function markCurrent(links) {
   for (const link of links) {
