@@ -195,3 +195,42 @@ def test_a_template_without_a_system_role_gets_it_in_the_first_turn(
     messages = [first, answer, {"role": "user", "content": "Why?"}]
     assert session.text() == str(model.text.chat(messages)) + "Fine"
     assert said_in(session, model, "turn 1 question") == "Hi there"
+
+
+def test_what_stays_of_a_message_that_was_cut_off_is_a_turn(chat: tuple[Model, str, bool]) -> None:
+    """Only if older tokens were evicted for it; otherwise the session is as it was."""
+    (model, _, _), chance = chat, random.Random(8)
+    question = "Why is the sea salt, and who found out? " * 6
+    for num_before in (0, 1, 2):
+        for _ in range(4):
+            session = model.session(64, keep=0)
+            conversation = Conversation(session, model.text, model.end_token_ids, None)
+            for number in range(num_before):
+                session.feed(ids := conversation.begin_turn(f"Hi {number}"))
+                conversation.name_turn(f"Hi {number}", len(ids))
+                session.feed(" Fine")
+                conversation.end_turn()
+            tokens, spans = list(session.tokens), session.span_ranges
+            ids = conversation.begin_turn(question)
+            count = chance.randrange(len(ids))
+            session.feed(ids[:count]) if count else None
+            is_removed = conversation.cancel_turn(question, ids, count)
+            assert is_removed == (list(session.tokens) == tokens)
+            if is_removed:
+                assert session.span_ranges == spans
+            else:
+                turn = f"turn {num_before + 1}"
+                assert list(session.tokens) == tokens + ids[:count]
+                assert session.span_ranges[turn][1] == len(session.tokens)
+                said = said_in(session, model, f"{turn} question")
+                assert said.strip()
+                assert question.startswith(said.strip())
+                assert f"{turn} answer" not in session.span_ranges
+            follow_up = conversation.begin_turn("Once more?")
+            session.feed(follow_up)
+            conversation.name_turn("Once more?", len(follow_up))
+            session.feed(" Fine")
+            conversation.end_turn()
+            last = f"turn {num_before + 2 - is_removed}"
+            assert said_in(session, model, f"{last} question").strip() == "Once more?"
+            assert said_in(session, model, f"{last} answer").strip() == "Fine"

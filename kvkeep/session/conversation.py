@@ -255,7 +255,8 @@ class Conversation:
         after `max_tokens`, or as `sampling` says; a caller that stops iterating ends it there.
         sampling: None for the model's `default_sampling`.
 
-        An interrupt or error during the prefill removes the message, as `cancel_turn`. Raises InvalidArgument and ContextFull as `Session.feed`.
+        An interrupt or error during the prefill removes the message, as `cancel_turn`. Raises
+        InvalidArgument and ContextFull as `Session.feed`.
         """
         with closing(self.events(question, max_tokens, sampling)) as events:
             for event in events:

@@ -1,5 +1,6 @@
 """Messages of the web UI, and what it offers for a turn of which nothing is held."""
 
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -64,3 +65,26 @@ def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: htt
         expect(card.get_by_role("button", name=name)).to_be_disabled()
     page.locator(".turn-bars button").last.click()
     expect(card.get_by_role("button", name="Forget")).to_be_enabled()
+
+
+def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.Client) -> None:
+    """What was read of it stays visible where older text was forgotten for it."""
+    message = "Ships sail on every sea. " * 400
+    for name, settings in (("removed", {}), ("cut-off", {"policy": "sliding", "max_kv_size": 256})):
+        create(client, name, 1, **settings)
+        page.goto(f"/#/chat/{name}")
+        expect(page.locator(".question")).to_have_count(1)
+        page.locator("#words").fill(message)
+        page.locator("#words").press("Enter")
+        expect(page.locator(".open .hint")).to_contain_text("Reading 5")
+        page.get_by_role("button", name="Stop", exact=True).click()
+        stays = (
+            "[0-9,]+ tokens of the message were read and stay"
+            if settings
+            else "memory is as before"
+        )
+        expect(page.locator("#status")).to_contain_text(re.compile(f"Stopped.*{stays}"))
+        expect(page.locator("#words")).to_have_value(message)
+        expect(page.locator(".question")).to_have_count(2 if settings else 1)
+        if settings:
+            expect(page.locator(".question").last).to_contain_text("Ships sail on every sea.")

@@ -196,7 +196,9 @@ class Exactness:
             mismatches.remove("packed weights")  # follows from other weights
         differs = list[str]()
         for name in mismatches:
-            there, here = (values.get(name, "")[:_MAX_NAME] or "none" for values in (saved, current))
+            there, here = (
+                values.get(name, "")[:_MAX_NAME] or "none" for values in (saved, current)
+            )
             differs.append(f"{name}: {there} saved, {here} here")
         return cls(tuple(differs))
 
