@@ -7,7 +7,7 @@ const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf } = await import(`${FILES}/turns.js`);
 const { answerText, compressText, forgetText, heldText, pinText } = await import(`${FILES}/memory_text.js`);
-const { nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { branchTitle, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { isUndoName } = await import(`${FILES}/undo.js`);
@@ -172,4 +172,10 @@ test("a session's last prompt is found among the misses, which name the nearest 
   assert.equal(of({ last_prompt: { prompt_tokens: 24, reused: 8 } }), 2);
   assert.equal(of({ last_prompt: { prompt_tokens: 30, reused: 0 } }), 1);
   assert.equal(of({ last_prompt: { prompt_tokens: 31, reused: 0 } }), undefined);
+});
+
+test("branches of a conversation have titles of their own", () => {
+  assert.equal(branchTitle("Lakes", []), "Lakes (branch)");
+  assert.equal(branchTitle("Lakes", ["Lakes", "Lakes (branch)"]), "Lakes (branch 2)");
+  assert.equal(branchTitle("Lakes (branch 2)", ["Lakes (branch)", "Lakes (branch 2)"]), "Lakes (branch 3)");
 });

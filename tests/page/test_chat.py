@@ -426,6 +426,9 @@ def test_a_branch_stays_one_after_an_undo(page: Page, client: httpx.Client) -> N
     name = start(page, "Name a lake in Peru.", tokens=4)
     page.get_by_role("button", name="Branch", exact=True).click()
     expect(page.locator("h1")).to_contain_text("(branch)")
+    page.get_by_role("link", name="Original").click()
+    page.get_by_role("button", name="Branch", exact=True).click()
+    expect(page.locator("h1")).to_contain_text("(branch 2)")
     branch = page.url.rpartition("/")[2]
     item = page.locator("#conversations li", has=page.locator(f'[data-name="{branch}"]'))
     expect(item.get_by_label("branch", exact=True)).to_have_count(1)

@@ -1,8 +1,8 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
-import { send } from "./api.js";
+import { get, send } from "./api.js";
 import { changeError, changeHeaders } from "./session_change.js";
-import { askSettings, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
+import { askSettings, branchTitle, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { h, promptDialog, showStatus } from "./dom.js";
 import { canGoBackTo } from "./turns.js";
@@ -116,9 +116,10 @@ export class ChatChanges {
    * Forks the conversation; returns the fork's name, or null.
    * @param {number | null} at @param {string} text that it goes on with
    */
-  fork(at, text) {
+  async fork(at, text) {
     const memory = /** @type {Memory} */ (this.chat.memory);
-    const title = text ? titleFor(text) : `${titleOf(memory)} (branch)`;
+    const { data } = text ? { data: [] } : await get("/v1/sessions").catch(() => ({ data: [] }));
+    const title = text ? titleFor(text) : branchTitle(titleOf(memory), data.map(titleOf));
     return this.createBeside(title, `${this.chat.path}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
   }
 

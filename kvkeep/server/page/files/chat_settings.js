@@ -48,6 +48,17 @@ export function drop(name) {
 export const titleOf = ({ name, title }) => title || name;
 
 /**
+ * Returns the title of a new branch of a conversation, which no other has.
+ * @param {string} title of the conversation @param {Iterable<string>} taken
+ */
+export function branchTitle(title, taken) {
+  const [own, others] = [title.replace(/ \(branch( \d+)?\)$/, ""), new Set(taken)];
+  let result = `${own} (branch)`;
+  for (let number = 2; others.has(result); number += 1) result = `${own} (branch ${number})`;
+  return result;
+}
+
+/**
  * Returns a session name that says how a conversation begins.
  * @param {string} text @param {string} [suffix]
  */
