@@ -35,6 +35,8 @@ export class ChatFrame {
     this.box = composer(handlers.say, handlers.stop, handlers.settings);
     this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
     this.panel = memoryPanel(edits ? handlers.memory : null);
+    const close = h("button", { class: "small panel-close", "aria-label": "Close the memory panel", onclick: () => this.togglePanel(false) }, "×");
+    this.panel.element.prepend(close);
     this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
     const column = h("div", { class: "chat-column" }, this.log, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
     const header = h("div", { class: "chat-header" }, this.heading, this.buttons, this.panelButton);
