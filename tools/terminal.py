@@ -66,6 +66,19 @@ class Terminal:
     def paste(self, text: str) -> None:
         self.type(f"{_PASTE[0]}{text}{_PASTE[1]}")
 
+    def complete(self, text: str, seconds: float) -> str:
+        """Press Tab until a completion shows a text; return all text. Raises TimeoutError.
+
+        More than once, as a busy program may not offer it yet.
+        """
+        until = time.monotonic() + seconds
+        while not self._count(text):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{text!r} is no completion:\n{self.text}")
+            self.type("\t")
+            self.settle(1.0)
+        return self.text
+
     def wait(self, text: str, seconds: float, times: int = 1, settles: bool = True) -> str:
         """Wait until a text appears `times` times; return all text. Raises TimeoutError.
 
