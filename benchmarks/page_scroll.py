@@ -38,9 +38,10 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Scene:
-    """What is scrolled. path: of the view; `{name}` is the session. moves: pixels, of each gesture;
-    they are horizontal if `is_horizontal`. is_pointed_at: whether the pointer moves over it first,
-    which lights turns.
+    """A part of the page to scroll.
+
+    path: of the view; `{name}` is the session. moves: pixels, of each gesture; they are horizontal
+    if `is_horizontal`. is_pointed_at: whether the pointer moves over it first, which lights turns.
     """
 
     title: str

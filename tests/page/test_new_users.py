@@ -1,4 +1,4 @@
-"""What people who saw the web UI for the first time stumbled over."""
+"""Web UI: the way back from branches, a panel that covers nothing, and other first steps."""
 
 import pytest
 from page.conftest import open_page
@@ -83,7 +83,7 @@ def test_the_buttons_of_a_long_dialog_are_in_view(browser: Browser, server: Runn
 def test_the_inspector_shows_a_conversation_as_the_chat_does(
     page: Page, server: RunningServer
 ) -> None:
-    """What is forgotten is hatched in strip and legend; turns are no prompts that were missed."""
+    """Forgotten cells are hatched in strip and legend; turns are no prompts that were missed."""
     create(server, "inspected", turns=4, policy="sliding", max_kv_size=64)
     page.goto("/#/sessions/inspected")
     expect(page.locator("main")).to_contain_text("64 of 64 cells")

@@ -68,7 +68,7 @@ def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: htt
 
 
 def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.Client) -> None:
-    """What was read of it stays visible where older text was forgotten for it."""
+    """The part that was read stays visible if older text was forgotten for it."""
     message = "Ships sail on every sea. " * 400
     for name, settings in (("removed", {}), ("cut-off", {"policy": "sliding", "max_kv_size": 256})):
         create(client, name, 1, **settings)

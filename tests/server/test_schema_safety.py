@@ -67,7 +67,7 @@ def schemas() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", schemas())
 def test_schemas_that_would_end_the_process_are_refused(server: RunningServer, name: str) -> None:
-    """As the format of an answer, and as the parameters of a tool that must be called."""
+    """Formats of answers and parameters of tools are refused alike."""
     schema = schemas()[name]
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
     chat = {

@@ -19,7 +19,7 @@ _ROOM_FOR_ANSWER = 256  # tokens left for an answer of any length
 
 
 class ExtraFile(RequestBody):
-    """LongText of another file."""
+    """A file beside the one that is filled in."""
 
     filename: ShortText = "tmp"
     text: LongText
