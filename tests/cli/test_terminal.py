@@ -204,29 +204,43 @@ def test_two_ctrl_cs_do_not_end_a_chat(chat: Chat, own_home: Path) -> None:
     assert terminal.ended(PATIENCE) == 0
 
 
+# Runs a program, reports the terminal's echo once Ctrl-Z stopped it, and continues it.
 SHELL = """
 import os, sys
-then = "stty -a | grep -ow -e -*echo; fg > /dev/null; stty -a | grep -ow -e -*echo"
-os.execvp("bash", ["bash", "-m", "-c", f'"$@"; {then}', "bash", sys.executable, *sys.argv[1:]])
+report = "stty -a | grep -ow -e -*echo >> \\"$0\\""
+script = f'"$@"; {report}; fg > /dev/null; {report}'
+os.execvp("bash", ["bash", "-m", "-c", script, sys.argv[1], sys.executable, *sys.argv[2:]])
 """
 
 
-def test_ctrl_z_restores_the_terminal_for_the_shell(chat: Chat) -> None:
+def test_ctrl_z_restores_the_terminal_for_the_shell(chat: Chat, tmp_path: Path) -> None:
     """Including echo. Typed keys are held back again when the chat continues."""
-    terminal = chat("-n", "-1", "--max-kv-size", "64", program=("-c", SHELL, "-m", "kvkeep"))
+    reports = tmp_path / "echo"  # a file: the continued answer is drawn over what the shell prints
+
+    def wait_until(holds: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not holds():
+            assert time.monotonic() < until, terminal.text
+            terminal.settle(0.05)
+
+    def reported(lines: str) -> bool:
+        return reports.exists() and reports.read_text() == lines
+
+    program = ("-c", SHELL, str(reports), "-m", "kvkeep")
+    terminal = chat("-n", "-1", "--max-kv-size", "64", program=program)
     terminal.type("Tell me all", "\r")
+    question = terminal.text
+    wait_until(lambda: terminal.text != question)  # until the answer is there
     terminal.settle(0.1)
     terminal.type("\x1a")
-    stopped = terminal.wait("\necho", PATIENCE)
-    until = time.monotonic() + PATIENCE
-    while terminal.text == stopped:  # until the answer continues, and keys are held back again
-        assert time.monotonic() < until, terminal.text
-        terminal.settle(0.05)
+    wait_until(lambda: reported("echo\n"))
+    stopped = terminal.text
+    wait_until(lambda: terminal.text != stopped)  # until the answer continues
     terminal.type("seen later", CTRL_C)
     text = terminal.wait("> seen later", PATIENCE)
     assert text.count("seen later") == 1
     terminal.type(CTRL_C, CTRL_D)
-    terminal.wait("\necho", PATIENCE, times=2)
+    wait_until(lambda: reported("echo\necho\n"))
 
 
 def test_an_interrupted_question_is_offered_for_editing(chat: Chat) -> None:
