@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Session, load_model
+from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.conversation import Conversation
@@ -183,6 +184,24 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], T
     return made.__getitem__
 
 
+@pytest.mark.parametrize("answer", ["Fine", ""])
+def test_an_answer_that_was_rewound_begins_anew(chat: tuple[Model, str, bool], answer: str) -> None:
+    """Whatever was asked: its place is where it was. An end token alone is an answer, too."""
+    (model, _, _), chance = chat, random.Random(9)
+    for _ in range(6):
+        session = talked(model, None, [drawn(chance), drawn(chance)], "Fine")
+        conversation = Conversation(session, model.text, model.end_token_ids, None)
+        session.feed(ids := conversation.begin_turn(question := drawn(chance)))
+        conversation.name_turn(question, len(ids))
+        tokens, spans = list(session.tokens), session.span_ranges
+        session.feed([*model.text.encode(answer), *model.end_token_ids[:1]])
+        conversation.end_turn()
+        if answer:
+            session.rewind(len(session.tokens) - session.span_ranges["turn 3 answer"][0])
+        conversation.reopen_turn()
+        assert (list(session.tokens), session.span_ranges) == (tokens, spans)
+
+
 def test_a_template_without_a_system_role_gets_it_in_the_first_turn(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +245,9 @@ def test_what_stays_of_a_message_that_was_cut_off_is_a_turn(chat: tuple[Model, s
                 assert said.strip()
                 assert question.startswith(said.strip())
                 assert f"{turn} answer" not in session.span_ranges
+                for answer in (conversation.answer, conversation.reopen_turn):
+                    with pytest.raises(InvalidArgument):
+                        answer()
             follow_up = conversation.begin_turn("Once more?")
             session.feed(follow_up)
             conversation.name_turn("Once more?", len(follow_up))

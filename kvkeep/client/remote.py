@@ -99,9 +99,16 @@ class RemoteSession:
         return self._post("/turns", revision, content=content, system=system, **fields)
 
     def stream_turn(
-        self, content: str, system: str | None = None, revision: int | None = None, **fields: Any
+        self,
+        content: str | None,
+        system: str | None = None,
+        revision: int | None = None,
+        **fields: Any,
     ) -> Any:
-        """Send a chat message, and stream the reply in the form of `stream`."""
+        """Send a chat message, and stream the reply in the form of `stream`.
+
+        content: None to continue the newest reply, or to get one if it was rewound.
+        """
         return self._stream("/turns", revision, content=content, system=system, **fields)
 
     # Editing

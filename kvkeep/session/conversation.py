@@ -165,19 +165,32 @@ class Conversation:
     def reopen_turn(self) -> None:
         """Make the newest answer go on where it ended: the next tokens belong to it.
 
-        The end token of an answer that is complete is removed. Raises InvalidArgument if there is
-        no answer, if text follows it, or if the end token cannot be rewound.
+        The end token of an answer that is complete is removed; an answer that was rewound begins
+        anew. Raises InvalidArgument if there is no answer or whole question, if text follows it, or
+        if the end token cannot be rewound.
         """
         turn, spans = f"turn {self.last_turn}", self.session.span_ranges
         tokens = self.session.tokens
-        answer = spans.get(f"{turn} answer")
-        if answer is None or spans[turn][1] != len(tokens):
+        end = len(tokens) - (bool(tokens) and tokens[-1] in self._eos_token_ids)
+        if self.is_open and self._is_question_end(end):
+            answer_start = end
+        elif f"{turn} answer" in spans and spans[turn][1] == len(tokens):
+            answer_start, _ = spans[f"{turn} answer"]
+        else:
             raise InvalidArgument(
                 "there is no answer at the session's end to continue: send content, a new message"
             )
-        if tokens[-1] in self._eos_token_ids:
+        if end < len(tokens):
             self.session.rewind(1)
-        self.session.name(turn, spans[turn][0], answer[0])
+        self.session.name(turn, spans[turn][0], answer_start)
+
+    def _is_question_end(self, end: int) -> bool:
+        """Whether the template begins an answer after `end` tokens: not so in a cut-off message."""
+        *_, after_question = self.template.later_turn_pieces("-")
+        ids, tokens = self.codec.encode_sealed(after_question), self.session.tokens
+        # Compared as text, and with a few tokens more, as tokens may differ beside other text.
+        text = self.codec.decode(tokens[max(0, end - len(ids) - 4) : end])
+        return text.endswith(self.codec.decode(ids))
 
     def end_turn(self) -> None:
         """Name the span of the newest turn's answer, which is complete."""
@@ -231,6 +244,8 @@ class Conversation:
         """Answer the newest turn, whose prompt is evaluated; return the text, as `say` does."""
         if not self.is_open:
             raise InvalidArgument("the newest turn has an answer: say something, or align messages")
+        if not self._is_question_end(len(self.session.tokens)):
+            raise InvalidArgument("the newest message was cut off: say something, or undo it")
         sampling = sampling or self.session.core.model.default_sampling
         try:
             events = list(self.read_answer(max_tokens, sampling))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import httpx
 import pytest
-from server.conftest import RunningServer
+from server.conftest import RunningServer, running_server
 
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation
@@ -135,6 +136,8 @@ def test_a_message_that_is_cancelled_is_removed_or_stays_as_a_turn(
     said = "".join(item["text"] for item in pieces)
     assert memory["tokens"] == span["end"] == memory["spans"]["turn 2"]["end"]
     assert message.startswith(said[said.index("Ships") :])
+    answered = client.post(f"/v1/sessions/{name}/turns", json={"max_tokens": 2})
+    assert answered.status_code == 400  # half a question is not answered
     take_turn(client, name, QUESTIONS[1], max_tokens=4)
     spans = client.get(f"/v1/sessions/{name}/memory").json()["spans"]
     assert spans["turn 2"]["end"] == spans["turn 3"]["start"]
@@ -170,3 +173,25 @@ def test_an_answer_is_continued(client: httpx.Client) -> None:
     ]
     assert texts[0] == texts[1]
     assert whole["finish_reason"] == "length"
+
+
+def test_an_answer_that_was_rewound_begins_anew(smollm2: Model, tmp_path: Path) -> None:
+    """It has the same bits in small steps, and the question's tokens, names and pins stay."""
+    settings = {"max_kv_size": 512, "prefill_step": 16}
+    fields = {"temperature": 0, "max_tokens": 8}
+    path = "/v1/sessions/again"
+    with (
+        running_server(smollm2, tmp_path, settings=settings) as server,
+        server.client() as client,
+    ):
+        client.post("/v1/sessions", json={"name": "again"}).raise_for_status()
+        for question in QUESTIONS[:2]:
+            take_turn(client, "again", question, **fields)
+        client.post(f"{path}/pin", json={"span": "turn 2 question"}).raise_for_status()
+        before, text = (client.get(f"{path}/{view}").json() for view in ("memory", "text"))
+        count = before["tokens"] - before["spans"]["turn 2 answer"]["start"]
+        client.post(f"{path}/rewind", json={"count": count}).raise_for_status()
+        client.post(f"{path}/turns", json=fields).raise_for_status()
+        after, again = (client.get(f"{path}/{view}").json() for view in ("memory", "text"))
+        assert again["pieces"] == text["pieces"]
+        assert (after["spans"], after["runs"]) == (before["spans"], before["runs"])

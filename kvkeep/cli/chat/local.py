@@ -76,6 +76,7 @@ class LocalChat(ChatLoop):
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
             raise InvalidArgument(f"its start is no longer in the cache: {error}") from error
+        self.branches.current.reopen_turn()
         self._generate()
 
     def do_save(self, argument: str) -> str:

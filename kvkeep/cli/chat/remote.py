@@ -187,7 +187,14 @@ class RemoteChat(ChatLoop):
         return {name: cast(RemoteConversation, branch).session for name, branch in branches}
 
     def run_turn(self, message: str) -> None:
-        """Run a turn on the server. Ctrl-C also stops it there; the text so far stays."""
+        self._answer(message)
+        self.warn_if_forgotten()
+
+    def _answer(self, message: str | None) -> None:
+        """Answer on the server; None for the newest question. Raises `PrefillAborted`.
+
+        Ctrl-C also stops it there; the text so far stays.
+        """
         sampling = _generation_fields(self.settings)
         printer, display, has_started = self.new_printer(), QuotedReasoning(), False
         events = self._session.stream_turn(message, self._system, **sampling)
@@ -204,13 +211,18 @@ class RemoteChat(ChatLoop):
             raise
         finally:
             printer.end()
-        self.warn_if_forgotten()
 
     def regenerate_turn(self, number: int) -> None:
-        start, end = self._session.span_ranges[f"turn {number} question"]
-        question = self._conversation.codec.decode(self._session.tokens[start:end])
-        self._conversation.undo()
-        self.run_turn(question)
+        memory = self._session.memory()
+        if answer := memory["spans"].get(f"turn {number} answer"):
+            try:
+                self._session.rewind(memory["tokens"] - answer["start"])
+            except InvalidArgument as error:
+                raise InvalidArgument(f"its start is no longer in the cache: {error}") from error
+        try:
+            self._answer(None)
+        except PrefillAborted as aborted:
+            raise aborted.cause from None
 
     def do_save(self, argument: str) -> str:
         session, name = self._session, argument

@@ -91,7 +91,7 @@ class GenerateRequest(FeedRequest):
 
 
 class TurnRequest(SamplingParams):
-    """A user's turn. Without content, the newest answer is continued.
+    """A user's turn. Without content, the newest answer is continued, or given if there is none.
 
     system: the system prompt, before the first turn only. speculate: as of `GenerateRequest`.
     """
@@ -132,7 +132,8 @@ async def generate(body: GenerateRequest, context: SessionDep) -> Response | dic
 async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
-    Without `content`, the newest reply goes on where it ended.
+    Without `content`, the newest reply goes on where it ended; after a rewind to its start, or an
+    alignment that ends with a question, it begins.
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     SESSION_RULES.check(body, context.notices)
