@@ -60,7 +60,7 @@ def compare(
     texts: Sequence[str], name: str, written: int, folder: Path, advance: Callable[[int], None]
 ) -> tuple[float, float, float, int]:
     """Return the seconds of the three runs, and the number of equal texts."""
-    common = ("-m", name, "-n", str(written), "--temperature", "0", "-q")
+    common = ("-m", name, "-n", str(written), "--temperature", "0", "-q", "--no-speculate")
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(texts)]
     prompts.write_text("\n".join(lines), encoding="utf-8")

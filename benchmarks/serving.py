@@ -36,7 +36,10 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.files.atomic import write_json
 
 PROMPT, ANSWER_TOKENS, LONG_PROMPT, OTHER_CLIENTS = 512, 128, 4096, 4
-_KVKEEP_COMMAND = "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q"
+# Without speculation: greedy answers of random models repeat themselves more than real ones.
+_KVKEEP_COMMAND = (
+    "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q --no-speculate"
+)
 _START_TIMEOUT = 120  # seconds
 
 

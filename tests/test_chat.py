@@ -120,7 +120,7 @@ def test_all_errors_are_importable_from_kvkeep() -> None:
 def test_a_chat_with_speculation_says_the_same_to_the_bit(smollm2: Model) -> None:
     question = "Repeat this list three times: red, green, blue, white, black, red, green, blue."
     chats = [smollm2.chat(), smollm2.chat()]
-    chats[1].speculate = True
+    chats[0].speculate = False
     for _ in range(2):
         assert chats[0].say(question, 60, GREEDY) == chats[1].say(question, 60, GREEDY)
     assert torch.equal(chats[0].session.logits, chats[1].fork().session.logits)

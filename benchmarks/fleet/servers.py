@@ -32,14 +32,16 @@ def running_kvkeep(*arguments: str, threads: int) -> Iterator[str]:
 
 @contextmanager
 def one_engine(threads: int, *more: str) -> Iterator[str]:
-    with running_kvkeep("serve", *more, threads=threads) as url:
+    with running_kvkeep("serve", "--no-speculate", *more, threads=threads) as url:
         yield url
 
 
 @contextmanager
 def fleet(replicas: int, store: str, *more: str, threads: int = 1) -> Iterator[str]:
     counts = ("--replicas", str(replicas), "--threads", str(threads))
-    with running_kvkeep("fleet", "--store", store, *counts, *more, threads=1) as url:
+    with running_kvkeep(
+        "fleet", "--no-speculate", "--store", store, *counts, *more, threads=1
+    ) as url:
         yield url
 
 

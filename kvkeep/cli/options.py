@@ -168,7 +168,7 @@ NO_PROGRESS_OPTION = option(is_flag=True, help="No progress bars.")
 QUIET_OPTION = option("-q", is_flag=True, help="No progress bars and no statistics.")
 SPECULATE_OPTION = option(
     "--speculate/--no-speculate",
-    default=False,
+    default=True,
     show_default=True,
     help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
     "where it repeats itself.",

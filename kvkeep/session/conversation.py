@@ -48,7 +48,7 @@ class Conversation:
     answers are generated with speculation; see `Session.stream`.
     """
 
-    speculate = False
+    speculate = True
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class SpeculationOptions:
     max_delay: see `DraftPlanner`.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     max_delay: float | None = 0.05
 
 

@@ -125,7 +125,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         max_tokens: int | None = None,
         sampling: Sampling = GREEDY,
         ignore_eos: bool = False,
-        speculate: bool = False,
+        speculate: bool = True,
     ) -> Iterator[str]:
         """Generate tokens and yield their text: whole characters, without special tokens.
 

@@ -18,7 +18,6 @@ from kvkeep.engine import Engine, Limits, PinRequest
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
 from kvkeep.model import Model
-from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.sampling import Sampling
 
 SAMPLINGS = (
@@ -70,13 +69,11 @@ class World:
         memory = 12 * session.cache.layout.cell_bytes * self.settings["max_kv_size"]
         if session.core.memory.overwrites:
             memory = 8 * max_session_bytes(session, None)
-        speculation = SpeculationOptions(enabled=True)
         if self.folder is None:
-            return Engine(self.model, settings=self.settings, speculation=speculation)
+            return Engine(self.model, settings=self.settings)
         return Engine(
             self.model,
             settings=self.settings,
-            speculation=speculation,
             limits=Limits(memory=memory),
             folder=self.folder / "sessions",
             stores=self.folder / "prefixes",

@@ -66,11 +66,11 @@ class Outcome:
 @pytest.mark.parametrize("size", [400, 48])
 def test_generations_in_company_have_the_events_of_those_alone(kind: str, size: int) -> None:
     model, settings = model_of(kind), {"max_kv_size": size, "policy": "sliding"}
-    with Engine(model, settings=settings) as engine:
+    plain = SpeculationOptions(enabled=False)
+    with Engine(model, settings=settings, speculation=plain) as engine:
         alone = [Outcome.of(engine.generate(r, owner=str(i))) for i, r in enumerate(requests())]
     drafts = Drafts(Random(size), [outcome.tokens for outcome in alone])
-    speculation = SpeculationOptions(enabled=True)
-    with drafts.used(), Engine(model, settings=settings, speculation=speculation) as engine:
+    with drafts.used(), Engine(model, settings=settings) as engine:
         submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate(requests())]
         generations = [future.result()[0] for future in submitted]
         for generation, expected in zip(generations, alone, strict=True):
@@ -101,7 +101,7 @@ def test_requests_choose_whether_to_speculate() -> None:
 def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Model) -> None:
     prompt = tuple(smollm2.text.encode("one two three four five six seven eight nine ten. " * 6))
     request = GenerationRequest(prompt, 200, ignore_eos=True)
-    with Engine(smollm2, speculation=SpeculationOptions(enabled=True)) as engine:
+    with Engine(smollm2) as engine:
         generation = engine.generate(request, session=None)
         reported = list[int]()
         with suppress(Cancelled):
@@ -116,7 +116,7 @@ def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Mode
         again = engine.generate(replace(request, prompt=(*prompt, *reported), max_tokens=20))
         text = again.text()
         assert again.reuse.tokens >= len(prompt)
-    with Engine(smollm2) as engine:
+    with Engine(smollm2, speculation=SpeculationOptions(enabled=False)) as engine:
         whole = engine.generate(replace(request, max_tokens=len(reported) + 20))
         whole.text()
     assert [*reported, *again.generated] == whole.generated
