@@ -328,6 +328,12 @@ class KVCache:
         states = checkpoint.recurrent_states
         self.recurrent_states = {name: x.to(self.layout.device) for name, x in states.items()}
 
+    def take_overwritten(self, other: "KVCache") -> None:
+        """Take local windows and recurrent states from a cache of the same text, used no longer."""
+        self.recurrent_states = other.recurrent_states
+        if self.local_cache is not None and other.local_cache is not None:
+            self.local_cache.segments = other.local_cache.segments
+
     def evict_to(self, max_cells: int) -> None:
         """Evict the oldest cells of the window until at most `max_cells` cells are held."""
         self.window.evict(self.segments, max(0, self.cells - max_cells))

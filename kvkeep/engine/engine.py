@@ -220,6 +220,21 @@ class Engine(AbstractContextManager["Engine"]):
         change, submit = self._operations.change, self._thread.submit_long
         return submit(change, name, owner, kind, function, revision, new_tokens, notes)
 
+    def fork_in_steps(
+        self,
+        name: str,
+        owner: str,
+        at: int,
+        new_name: str | None = None,
+        revision: int | None = None,
+        title: str | None = None,
+    ) -> Future[SessionRecord]:
+        """Do as `fork` in steps, between which others go on: where tokens are evaluated again."""
+        fork, progress = self._operations.fork, self.yield_turn
+        return self._thread.submit_long(
+            fork, name, owner, at, new_name, revision, title=title, progress=progress
+        )
+
     def all_pins(self) -> Future[list[PrefixPin]]:
         """Return the pins of all owners."""
         return self.call(lambda: list(self._registry.pins))

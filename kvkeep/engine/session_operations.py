@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -198,18 +199,23 @@ class SessionOperations:
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
         title: str | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> SessionRecord:
-        """Create a session from another or its first `at` tokens. notes, title: None to copy."""
+        """Create a session from another or its first `at` tokens. notes, title: None to copy.
+
+        progress: see `Session.fork`; it may change the other session.
+        """
         record = self._registry.load_existing(name, owner, revision)
-        fork = self._registry.add(record.live.fork(at), owner, new_name)
-        fork.notes = dict(record.notes) if notes is None else notes
-        fork.title = record.title if title is None else title
-        fork.parent, fork.first_edit = record.name, record.first_edit
-        fork.step_aligned_tokens = record.step_aligned_tokens
-        fork.has_other_steps = record.has_other_steps
-        fork.sampled_length = record.sampled_length
-        fork.droppable_tokens = record.droppable_tokens
-        fork.lower_token_counts(len(record.live.tokens))
+        source, num_tokens = copy(record), len(record.live.tokens)
+        fork = self._registry.add(record.live.fork(at, progress), owner, new_name)
+        fork.notes = dict(source.notes) if notes is None else notes
+        fork.title = source.title if title is None else title
+        fork.parent, fork.first_edit = source.name, source.first_edit
+        fork.step_aligned_tokens = source.step_aligned_tokens
+        fork.has_other_steps = source.has_other_steps
+        fork.sampled_length = source.sampled_length
+        fork.droppable_tokens = source.droppable_tokens
+        fork.lower_token_counts(num_tokens)
         self._operation_log.add(fork, "fork")
         return fork
 

@@ -11,7 +11,12 @@ from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.evaluation import evaluate_all, reevaluate_last
+from kvkeep.session.evaluation import (
+    REFILL_STEP_TOKENS,
+    evaluate_all,
+    reevaluate_last,
+    refilled_before,
+)
 from kvkeep.session.in_place_edit import InPlaceEdit
 from kvkeep.session.memory import Memory
 
@@ -58,6 +63,28 @@ def edit_tokens(
         if span_name is not None and ids:
             state.spans = {**state.spans, span_name: (start, start + len(ids))}
     return EditReport(cells_moved, num_evaluated, time.perf_counter() - started, recompute)
+
+
+def rewind(
+    core: SessionCore, count: int, progress: Callable[[int], None] | None = None
+) -> list[int]:
+    """Remove and return the last `count` tokens; see `SessionEdits.rewind`."""
+    is_clear, refilled = count == len(core.memory.tokens) > core.memory.num_rewindable, None
+    if not is_clear:
+        core.memory.require_rewind(count)
+        step_size = min(core.prefill_step, REFILL_STEP_TOKENS)
+        refilled = refilled_before(core.memory, count, step_size, progress)
+    with session_transaction([core]) as (state,):
+        memory = state.memory
+        if is_clear:
+            removed = memory.clear()
+        else:
+            removed, last_ids, pinned = memory.rewind(count)
+            if refilled is not None:
+                memory.cache.take_overwritten(refilled)
+            evaluate_all(memory, last_ids, 1, pinned)
+        state.truncate_spans(len(memory.tokens))
+    return removed
 
 
 def remove_forgotten(core: SessionCore, start: int, end: int) -> EditReport:
@@ -107,7 +134,8 @@ def prepare_edit(
     pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
     edited_memory = memory.fork()
     _, last_ids, pinned = edited_memory.rewind(total - start)
-    num_refilled = reevaluate_last(edited_memory, last_ids, pinned)
+    step_size = min(prefill_step, REFILL_STEP_TOKENS)
+    num_refilled = reevaluate_last(edited_memory, last_ids, pinned, None, step_size, progress)
     if scope.keep is not None:
         edited_memory.change_policy(keep=scope.keep)
     for pinned, run in itertools.groupby(zip(pins, following_ids, strict=True), itemgetter(0)):

@@ -14,8 +14,7 @@ from kvkeep.session.alignment import (
     AlignmentReport,
 )
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.editing import EditReport, Recompute, edit_tokens, remove_forgotten
-from kvkeep.session.evaluation import reevaluate_last
+from kvkeep.session.editing import EditReport, Recompute, edit_tokens, remove_forgotten, rewind
 from kvkeep.types import AlignmentMode
 
 
@@ -113,23 +112,18 @@ class SessionEdits:
         return edit_tokens(core, keep, end, ids, "none")
 
     @computes_in_caller
-    def rewind(self, count: int) -> list[int]:
+    def rewind(self, count: int, progress: Callable[[int], None] | None = None) -> list[int]:
         """Remove and return the last `count` tokens.
 
-        The token before them is evaluated again, as a prompt's, over the cells still held. Evicted
+        The token before them is evaluated again, as a prompt's, over the cells still held; in
+        models with local layers or states, also those before it since the last checkpoint. Evicted
         cells do not come back: the window is shorter until it fills again. All tokens can always be
         removed. Raises InvalidArgument otherwise if the token before them is no longer held.
+
+        progress: called after each step with the number of tokens in it.
         """
-        with session_transaction([self.core]) as (state,):
-            count, memory = validation.integer("count", count), state.memory
-            if count == len(memory.tokens) > memory.num_rewindable:
-                removed = memory.clear()
-            else:
-                memory.require_rewind(count)
-                removed, last_ids, pinned = memory.rewind(count)
-                reevaluate_last(memory, last_ids, pinned)
-            state.truncate_spans(len(memory.tokens))
-        return removed
+        count, progress = validation.integer("count", count), validation.progress(progress)
+        return rewind(self.core, count, progress)
 
     @computes_in_caller
     def align(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Segment, Window
+from kvkeep.cache import KVCache, Window
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.cache.step import ChunkStep, DecodeStep
@@ -18,7 +18,7 @@ from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite
 from kvkeep.session.memory import Memory
 
-_REFILL_STEP_TOKENS = 512  # evaluated again at a time for local layers and states
+REFILL_STEP_TOKENS = 512  # evaluated again at a time for local layers and states
 
 
 @dataclass(frozen=True)
@@ -212,30 +212,42 @@ def _forward(
 
 
 def reevaluate_last(
-    memory: Memory, last_ids: Sequence[int], pinned: bool, max_local_windows: int | None = None
+    memory: Memory,
+    last_ids: Sequence[int],
+    pinned: bool,
+    max_local_windows: int | None = None,
+    step_size: int = REFILL_STEP_TOKENS,
+    progress: Callable[[int], None] | None = None,
 ) -> int:
     """Evaluate the token that a memory popped, if any, anew over the cells that are there now.
 
     It is evaluated as a token of a prompt, even if it was sampled, so that the result is that of a
     session that was fed these tokens. Returns how many tokens before it were evaluated again.
 
-    last_ids, pinned: from `Memory.pop_last`. max_local_windows: see `refill_overwritten`.
+    last_ids, pinned: from `Memory.pop_last`. The others: see `refill_overwritten`.
     """
     if not last_ids:
         return 0
-    num_refilled = refill_overwritten(memory, max_local_windows)
+    num_refilled = refill_overwritten(memory, max_local_windows, step_size, progress)
     evaluate_all(memory, last_ids, 1, pinned)
     return num_refilled
 
 
-def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> int:
+def refill_overwritten(
+    memory: Memory,
+    max_local_windows: int | None = None,
+    step_size: int = REFILL_STEP_TOKENS,
+    progress: Callable[[int], None] | None = None,
+) -> int:
     """Compute anew what removed tokens had overwritten: cells of local layers, and states.
 
     They are computed from the newest checkpoint on; without one, from all tokens that are held
     without a gap. In a memory that holds all its tokens, the result equals what was there, to
     rounding. Returns how many tokens were evaluated again.
 
-    max_local_windows: only so many windows of local layers, without a checkpoint.
+    max_local_windows: only so many windows of local layers, without a checkpoint. step_size: the
+    most tokens that are evaluated at a time. progress: called after each step with the number of
+    tokens in it; the memory has changed after the last one only.
     """
     if not memory.tokens or memory.holds_overwritten():
         return 0
@@ -255,23 +267,30 @@ def refill_overwritten(memory: Memory, max_local_windows: int | None = None) -> 
         scratch_cache.load_checkpoint(checkpoint)
     if count:
         ids = memory.tokens[len(memory.tokens) - count :]
-        evaluate_segment(memory.decoder, scratch_cache, ids, _REFILL_STEP_TOKENS)
-    memory.cache.recurrent_states = scratch_cache.recurrent_states
-    if local is not None and scratch_cache.local_cache is not None:
-        local.segments = scratch_cache.local_cache.segments
+        with torch.inference_mode():
+            segment = scratch_cache.append_segment(count, is_anchor=False)
+        for num_evaluated in evaluate_into_segment(memory.decoder, scratch_cache, ids, step_size):
+            if progress:
+                progress(num_evaluated)
+        segment.frozen = True
+    memory.cache.take_overwritten(scratch_cache)
     return count
 
 
-def evaluate_segment(
-    decoder: Decoder, cache: KVCache, ids: Sequence[int], step_size: int, anchor: bool = False
-) -> Segment:
-    """Evaluate tokens into a new segment of a cache, whatever its policy; return it, frozen."""
-    with torch.inference_mode():
-        segment = cache.append_segment(len(ids), anchor)
-    for _ in evaluate_into_segment(decoder, cache, ids, step_size):
-        pass
-    segment.frozen = True
-    return segment
+def refilled_before(
+    memory: Memory, count: int, step_size: int, progress: Callable[[int], None] | None
+) -> KVCache | None:
+    """Compute what a rewind of the last `count` tokens needs of overwritten parts.
+
+    Returns a cache that has them, for `KVCache.take_overwritten`; None if they are held. The memory
+    does not change. step_size, progress: see `refill_overwritten`.
+    """
+    if count in (0, len(memory.tokens)) or memory.holds_overwritten(count + 1):
+        return None
+    fork = memory.fork()
+    fork.rewind(count)
+    refill_overwritten(fork, None, step_size, progress)
+    return fork.cache
 
 
 def evaluate_into_segment(

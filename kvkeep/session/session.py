@@ -250,20 +250,27 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         session._saved_exactness = Exactness.of(snapshot.arithmetic, model.arithmetic)
         return session
 
-    @computes_in_worker
-    def fork(self, at: int | None = None) -> "Session":
+    def fork(
+        self, at: int | None = None, progress: Callable[[int], None] | None = None
+    ) -> "Session":
         """Return a session that starts as this one is, or as it was after its first `at` tokens.
 
         Cells are shared copy-on-write. Raises InvalidArgument if tokens up to `at` are not held.
+
+        progress: of tokens that are evaluated again for `at`; see `rewind`.
         """
-        core, total = self.core, len(self.tokens)
+        total = len(self.tokens)
         at = validation.optional_integer("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork must be at 0 to {total} tokens; found {at}")
-        fork = self._with_state(core.state.fork())
+        fork = self._forked()
         if at is not None:
-            fork.rewind(total - at)
+            fork.rewind(total - at, progress)
         return fork
+
+    @computes_in_worker
+    def _forked(self) -> "Session":
+        return self._with_state(self.core.state.fork())
 
     def __copy__(self, memo: dict[int, Any] | None = None) -> "Session":
         """Return a fork: the model is never copied, and neither session sees the other's tokens."""

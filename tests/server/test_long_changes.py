@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvkeep import load_model
 from kvkeep.model import Model
 from tests.server.conftest import RunningServer, running_server
 
@@ -95,3 +97,96 @@ def test_others_are_answered_during_a_long_change(
         assert answers[0] == answers[1]
         forked = client.get(f"/v1/sessions/{kind}-fork/text").json()["pieces"]
         assert forked == text
+
+
+@pytest.fixture(scope="module")
+def hybrid_server(
+    hybrid_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """Run a server whose sessions keep states and no checkpoints."""
+    model, folder = load_model(hybrid_folder, dtype="float32"), tmp_path_factory.mktemp("states")
+    settings = {"max_kv_size": 2048, "policy": "full", "checkpoint_bytes": 0}
+    with running_server(model, folder, settings=settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("rewind", {"count": 10}),
+        ("fork", {"at": 390, "name": "fork-result"}),
+        ("edit", {"op": "delete", "start": 390, "end": 400, "recompute": "suffix"}),
+    ],
+)
+def test_others_are_answered_while_states_are_computed_anew(
+    hybrid_server: RunningServer, monkeypatch: pytest.MonkeyPatch, kind: str, body: dict[str, Any]
+) -> None:
+    """In each of its steps; the session reads as before it, and changes as in Python."""
+    engine, tokens, held = hybrid_server.service.engine, list(range(3, 403)), list[int]()
+    yield_turn, path, is_held = engine.yield_turn, f"/v1/sessions/states-{kind}", True
+
+    def hold(num_tokens: int = 0) -> None:
+        yield_turn(num_tokens)
+        held.append(num_tokens)
+        while is_held:
+            time.sleep(0.001)
+            yield_turn()
+
+    with hybrid_server.client() as client, ThreadPoolExecutor(1) as threads:
+        client.post("/v1/sessions", json={"name": f"states-{kind}"}).raise_for_status()
+        client.post(f"{path}/feed", json={"tokens": tokens}).raise_for_status()
+        alone = engine.inspect(f"states-{kind}", "0", lambda record: record.live.fork()).result()
+        alone.rewind(10)
+        monkeypatch.setattr(engine, "yield_turn", hold)
+        change = threads.submit(client.post, f"{path}/{kind}", json=body)
+        try:
+            deadline = time.monotonic() + 60
+            while not held and not change.done():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert client.get(path).json()["tokens"] == 400
+            assert client.get(f"{path}/text").status_code == 200
+            assert (
+                client.post("/v1/completions", json={"prompt": "Hi", **GREEDY}).status_code == 200
+            )
+            assert not change.done()
+        finally:
+            is_held = False
+        assert change.result().is_success
+        monkeypatch.undo()
+        assert held == [128, 128, 128, 5]  # and the last token that stays
+        changed = "/v1/sessions/fork-result" if kind == "fork" else path
+        assert client.get(changed).json()["tokens"] == 390
+        answer = client.post(f"{changed}/generate", json=GREEDY).json()["tokens"]
+        assert answer == [alone.next_token() for _ in range(4)]
+
+
+def test_a_fork_that_evaluates_again_is_of_the_session_as_it_was(
+    hybrid_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the session is changed and deleted meanwhile."""
+    engine, tokens = hybrid_server.service.engine, list(range(3, 403))
+    yield_turn, path, requests = engine.yield_turn, "/v1/sessions/parent", list[int]()
+
+    with hybrid_server.client() as client, hybrid_server.client() as other:
+        client.post("/v1/sessions", json={"name": "parent"}).raise_for_status()
+        client.post(f"{path}/feed", json={"tokens": tokens}).raise_for_status()
+
+        def change(num_tokens: int = 0) -> None:
+            yield_turn(num_tokens)
+            if not requests:
+                with ThreadPoolExecutor(1) as threads:
+                    for send in (
+                        lambda: other.post(f"{path}/rewind", json={"count": 400}),
+                        lambda: other.delete(path),
+                    ):
+                        response = threads.submit(send)
+                        while not response.done():
+                            yield_turn()
+                        requests.append(response.result().status_code)
+
+        monkeypatch.setattr(engine, "yield_turn", change)
+        forked = client.post(f"{path}/fork", json={"at": 390, "name": "child"})
+        assert (forked.status_code, requests) == (201, [200, 200])
+        pieces = client.get("/v1/sessions/child/text").json()["pieces"]
+        assert [piece["id"] for piece in pieces] == tokens[:390]

@@ -107,8 +107,12 @@ async def span(body: SpanRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
 async def rewind(body: RewindRequest, context: SessionDep) -> Response:
-    """Remove the last `count` tokens."""
-    return await context.change("rewind", lambda session: session.rewind(body.count))
+    """Remove the last `count` tokens. Where many others are evaluated again, this takes steps."""
+    count = body.count
+    if not await context.rewinds_in_steps(lambda total: count):
+        return await context.change("rewind", lambda session: session.rewind(count))
+    progress = context.engine.yield_turn
+    return await context.change_in_steps("rewind", lambda session: session.rewind(count, progress))
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)

@@ -11,8 +11,10 @@ from pydantic import Field
 from starlette.responses import JSONResponse
 
 from kvkeep.engine import SessionRecord
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
+from kvkeep.session.memory_use import evaluated_by_rewind
 from kvkeep.session.session import Session
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
@@ -69,6 +71,15 @@ class SessionContext(RequestContext):
         return await self._changed(
             await wrap_future(self.engine.change_in_steps(*arguments, notes))
         )
+
+    async def rewinds_in_steps(self, count_of: Callable[[int], int]) -> bool:
+        """Whether a rewind evaluates more than one step. count_of: of the number of tokens."""
+
+        def num_evaluated(record: SessionRecord) -> int | None:
+            memory = record.live.core.memory
+            return evaluated_by_rewind(memory, count_of(len(memory.tokens)))
+
+        return (await self.inspect(self.name, num_evaluated) or 0) > DEFAULT_PREFILL_STEP
 
     async def _changed(self, result: Any) -> JSONResponse:
         return await self.inspect(self.name, lambda record: session_response(record, result=result))

@@ -2,6 +2,7 @@
 
 from asyncio import to_thread, wrap_future
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -118,8 +119,12 @@ async def delete(context: SessionDep) -> dict[str, Any]:
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(body: ForkRequest, context: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    fork_of = (context.name, context.owner, body.at, body.name, context.revision)
-    future = context.engine.fork(*fork_of, title=body.title)
+    name, owner, at = context.name, context.owner, body.at
+    if at is not None and await context.rewinds_in_steps(lambda total: total - at):
+        engine_fork = partial(context.engine.fork_in_steps, name, owner, at)
+    else:
+        engine_fork = partial(context.engine.fork, name, owner, at)
+    future = engine_fork(body.name, context.revision, title=body.title)
     return session_response(await wrap_future(future), 201)
 
 
