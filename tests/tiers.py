@@ -42,6 +42,7 @@ EXTENDED = (
     "models/test_gguf_experts.py",
     "server/test_generated_requests.py",
     "server/test_isolation.py",
+    "server/test_kills.py",
     "server/test_response_compaction.py",
     "store/test_continuation.py",
     "store/test_prefix.py",

@@ -44,8 +44,8 @@ def write(engine: Engine, name: str, count: int, prompt: tuple[int, ...] = ()) -
 
 
 Reports = list[tuple[str, int]]  # sessions, and how many tokens of each are acknowledged
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["engine.killed"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["engine.killed"])
 
 
 def save_over_and_over(engine: Engine, reports: Connection) -> None:
@@ -130,7 +130,7 @@ def killed_after(
     folder: Path, work: Callable[[Engine, Connection], None], seconds: float
 ) -> Reports:
     """Kill an engine so long after its first acknowledgement; returns its reports."""
-    reading, child = _start(_serve, folder, work)
+    reading, child = start_process(_serve, folder, work)
     first = reading.recv()
     time.sleep(seconds)
     child.kill()
@@ -144,7 +144,7 @@ def killed_at(
 
     A change is a Python audit event: a file opened for writing, renamed or removed.
     """
-    reading, child = _start(_serve_until, folder, moment, work)
+    reading, child = start_process(_serve_until, folder, moment, work)
     reports = _remaining(reading, child)
     return reports if child.exitcode == -signal.SIGKILL else None
 
@@ -156,13 +156,14 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _start(target: Callable[..., None], *arguments: object):  # type: ignore[no-untyped-def]
+def start_process(target: Callable[..., None], *arguments: object):  # type: ignore[no-untyped-def]
+    """Return one end of a pipe, and a process that calls the target with the other as the last."""
     _start_server()
-    reading, writing = _PROCESSES.Pipe(duplex=False)
-    child = _PROCESSES.Process(target=target, args=(*arguments, writing))
+    here, there = PROCESSES.Pipe()
+    child = PROCESSES.Process(target=target, args=(*arguments, there))
     child.start()
-    writing.close()
-    return reading, child
+    there.close()
+    return here, child
 
 
 def _remaining(reading: Connection, child: multiprocessing.process.BaseProcess) -> Reports:
