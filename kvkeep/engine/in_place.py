@@ -130,7 +130,8 @@ def _best_in_place_match(
             best, best_cost = InPlaceMatch(record, plan), cost
     saved = exact_cost - best_cost
     if best is None or saved < needed:
-        return None, refusal if best is None else f"it would save {saved} tokens of {needed}"
+        refusal_of_best = f"it would save {saved} tokens; {needed} or more must be saved"
+        return None, refusal if best is None else refusal_of_best
     return best, ""
 
 
