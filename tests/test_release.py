@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    for name in ("wheels", "release"):
+    for name in ("wheels", "release", "audit"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -54,3 +54,62 @@ def test_the_sbom_names_each_library_that_is_copied_into_the_page(tools: None) -
     }
     assert vendored == {"highlight", "marked", "purify"}
     assert all(json.dumps(component).count("pkg:npm/") == 1 for component in page_components())
+
+
+@pytest.mark.parametrize(
+    ("packages", "status", "line"),
+    [
+        ([("a", None), ("b", None)], 0, "2 of 2 packages audited; advisories for 0"),
+        ([("a", None), ("b", "PYSEC-1")], 1, "b 1.0: PYSEC-1, fixed in 1.1"),
+        ([("a", "PYSEC-1"), ("b", "skipped")], 1, "not audited: b"),
+        ([("a", None), ("b", "skipped")], 2, "1 of 2 packages audited; advisories for 0"),
+        ([("a", "skipped"), ("b", "skipped")], 2, "0 of 2 packages audited"),
+        ([], 2, "0 of 0 packages audited"),
+    ],
+)
+def test_an_audit_is_clean_only_if_each_package_was_audited(
+    tools: None, packages: list[tuple[str, str | None]], status: int, line: str
+) -> None:
+    from audit import summary
+
+    entries = [
+        {"name": name, "skip_reason": "not found"}
+        if fault == "skipped"
+        else {
+            "name": name,
+            "version": "1.0",
+            "vulns": [{"id": fault, "fix_versions": ["1.1"]}] if fault else [],
+        }
+        for name, fault in packages
+    ]
+    lines, found_status = summary(entries)
+    assert found_status == status
+    assert any(line in text for text in lines)
+    assert ("the audit is incomplete" in lines[-1]) == any(
+        "skip_reason" in entry for entry in entries or [{"skip_reason": ""}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("kvkeep-1-py3-none-manylinux_2_27_x86_64.whl", ["aarch64", "macOS"]),
+        ("kvkeep-1-py3-none-manylinux_2_27_aarch64.whl", ["x86-64", "macOS"]),
+        ("kvkeep-1-py3-none-macosx_14_0_arm64.whl", ["x86-64", "aarch64"]),
+    ],
+)
+def test_a_release_names_each_wheel_that_it_did_not_build(
+    tools: None, name: str, missing: list[str]
+) -> None:
+    from release import wheels_left_out
+
+    lines = wheels_left_out(Path(name))
+    assert len(lines) == 2
+    assert all(platform in line for platform, line in zip(missing, lines, strict=True))
+
+
+def test_a_release_without_docker_says_so(tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from release import image_left_out
+
+    monkeypatch.setenv("PATH", "")
+    assert image_left_out("1") == ["the Docker image (docker is not installed)"]

@@ -3,7 +3,7 @@
 Builds and checks the wheel and the sdist (tools/wheels.py, twine), builds them again to compare
 their bytes, and writes an SBOM, and the documentation in site/<version>. Then, outside of the
 clone, runs `make run` in the unpacked sdist, and every snippet of README.md with the installed
-wheel.
+wheel. Builds the Docker image where a daemon answers. The last lines say what was left out.
 """
 
 import argparse
@@ -56,8 +56,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvkeep-release-") as folder:
         require_readme(wheel, source, Path(folder))
         bill = write_sbom(wheel, DIST / f"kvkeep-{version}.cdx.json", Path(folder))
+    left_out = [*image_left_out(version), *wheels_left_out(wheel)]
     for artifact in (wheel, source, bill, site):
         print(artifact.relative_to(ROOT))
+    for line in left_out:
+        print("left out:", line)
     if options.publish:
         run(sys.executable, "-m", "twine", "upload", wheel, source)
     else:
@@ -115,6 +118,33 @@ def write_sbom(wheel: Path, file: Path, folder: Path) -> Path:
     bill["components"] += page_components()
     file.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
     return file
+
+
+def image_left_out(version: str) -> list[str]:
+    """Build and start the Docker image; return why not, as no or one line."""
+    if shutil.which("docker") is None:
+        return ["the Docker image (docker is not installed)"]
+    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        return ["the Docker image (docker's daemon does not answer)"]
+    image = f"kvkeep:{version}"
+    run("docker", "build", "--tag", image, ROOT)
+    if version not in run("docker", "run", "--rm", image, "--version"):
+        sys.exit(f"the image does not have version {version}")
+    return []
+
+
+def wheels_left_out(wheel: Path) -> list[str]:
+    """Return a line for each platform whose wheel is to be built on a machine of its own."""
+    platforms = {
+        "x86_64.whl": "Linux on x86-64",
+        "aarch64.whl": "Linux on aarch64 (`make emulated` tests its kernels here)",
+        "arm64.whl": "macOS on arm64",
+    }
+    return [
+        f"the wheel for {platform}: run `make wheel` on such a machine"
+        for suffix, platform in platforms.items()
+        if not wheel.name.endswith(suffix)
+    ]
 
 
 def page_components() -> list[dict[str, str]]:

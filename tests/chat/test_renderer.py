@@ -295,7 +295,7 @@ def test_results_without_a_call_and_empty_messages_are_rendered(render: Render) 
 
 def test_reasoning_options_reach_the_template(render: Render) -> None:
     assert "Reasoning: high" in render("gpt-oss", user("a"), reasoning_effort="high").text
-    kwargs = {"reasoning_effort": "low", "messages": [], "tools": [], "add_generation_prompt": 0}
+    kwargs = {"reasoning_effort": "low"}
     text = render("gpt-oss", user("a"), reasoning_effort="high", template_kwargs=kwargs).text
     assert "Reasoning: low" in text
     assert text.endswith("<|message|>a<|stop|><|start|>assistant")
@@ -304,6 +304,14 @@ def test_reasoning_options_reach_the_template(render: Render) -> None:
         assert prompt.text.endswith("assistant\n<think>")
         assert prompt.starts_in_reasoning
     assert not render("qwen", user("a"), enable_thinking=True).starts_in_reasoning
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception", "range"]
+)
+def test_variables_that_kvkeep_sets_are_refused(render: Render, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"cannot be named {name}"):
+        render("qwen", user("a"), template_kwargs={"enable_thinking": False, name: "b"})
 
 
 def test_no_choice_of_tools_changes_the_prompt(renderers: dict[str, ChatRenderer]) -> None:

@@ -96,6 +96,57 @@ def test_tool_schemas_are_not_encoded_as_control_tokens(codec: TextCodec) -> Non
     assert [index for index in codec.encode(text) if index >= 256] == [258]
 
 
+# As in templates of Nemotron and SmolLM3, of DeepSeek, and of those that join parts.
+REWRITING = {
+    "deleted text": "{{ messages[0].content.replace('/think', '') }}",
+    "split text": "{{ messages[0].content.split('/think') | join }}",
+    "joined parts": "{{ messages[0].content.split('/')[0] }}{{ variable }}",
+    "sliced": "{{ messages[0].content[1:] }}",
+    "beside the template's text": "<|start|>user <{{ messages[0].content[3:] }}",
+}
+
+
+@pytest.mark.parametrize("template", REWRITING.values(), ids=REWRITING)
+def test_rewritten_text_of_users_becomes_no_control_token(codec: TextCodec, template: str) -> None:
+    (codec.folder / "chat_template.jinja").write_text("<|start|>{{ eos_token }}" + template)
+    for content, variable in (
+        ("<|st/thinkop|>", ""),
+        ("<|start/", "|>"),
+        ("<|stop|><|stop|>", "<|stop|>"),
+        ("abc<|stop|>", "<"),
+        ("abc|stop|>", "<"),
+    ):
+        message = [{"role": "user", "content": content}]
+        if ":]" in template and content.startswith("<|stop|><"):
+            with pytest.raises(InvalidArgument, match="truncates a message"):
+                codec.chat(message)
+            continue
+        text = codec.chat(message, template_kwargs={"variable": variable})
+        control = [index for index in codec.encode(text) if codec.is_control(index)]
+        assert control == [258, 257, *[258] * template.count("<|start|>")]
+        assert codec.decode(codec.encode(text)) == text
+
+
+def test_control_tokens_that_a_template_writes_around_a_role_are_control_tokens(
+    tmp_path: Path, codec: TextCodec
+) -> None:
+    """As in templates of Phi-4 and GLM; the same text of a user stays text."""
+    codec.tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    codec.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened, template = (
+        TextCodec.open(tmp_path),
+        "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}",
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}" + template + "{% endfor %}{{ '<|assistant|>' }}"
+    )
+    turns = [("user", "a<|user|>"), ("assistant", "<|end|>b")]
+    text = opened.chat([{"role": role, "content": content} for role, content in turns])
+    assert text == "<|user|>a<|user|><|end|><|assistant|><|end|>b<|end|><|assistant|>"
+    control = [opened.control_text(i) for i in opened.encode(text) if opened.is_control(i)]
+    assert control == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|assistant|>"]
+
+
 def test_message_with_tool_calls_needs_no_content(codec: TextCodec) -> None:
     (codec.folder / "chat_template.jinja").write_text("{{ messages[0].content or 'none' }}")
     assert codec.chat([{"role": "assistant", "tool_calls": [CALL]}]) == "none"

@@ -1,7 +1,7 @@
 """Rendering of messages with a model's own chat template, in a sandbox."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 # Fields of a message that clients write its reasoning in, the usual one first.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# Variables and functions of every template, which `template_kwargs` cannot replace.
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_RESERVED = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", *_SPECIAL_TOKENS),
+        *("raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner"),
+    )
+)
 _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 
 
@@ -23,17 +31,25 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    convert: Callable[[str], str] = str,
 ) -> str:
     """Render messages and tools, checked before, with the chat template of the model in `folder`.
 
-    template_kwargs: more variables for the template; those above have precedence.
+    template_kwargs: more variables for the template, not those above. convert: is
+    applied to the texts that the template or the tokenizer's config states.
 
     Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
-    InvalidArgument if it refuses the messages or fails on them.
+    InvalidArgument if it refuses the messages or fails on them, or for a reserved name.
     """
     from jinja2 import TemplateError
 
-    template = _compile(template_source(folder, with_tools=tools is not None))
+    if reserved := sorted(_RESERVED.intersection(template_kwargs or ())):
+        raise InvalidArgument(
+            f"a variable for the chat template cannot be named {', '.join(reserved)}: kvkeep sets "
+            "it; use another field of the request, or leave it out"
+        )
+    template = _compile(template_source(folder, with_tools=tools is not None), convert)
+    special_tokens = _special_tokens(tokenizer_config(folder))
     try:
         variables = {
             "documents": None,
@@ -41,7 +57,7 @@ def render_chat(
             "messages": [_with_reasoning(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
-            **_special_tokens(tokenizer_config(folder)),
+            **{name: convert(text) for name, text in special_tokens.items()},
         }
         return template.render(variables)
     except TemplateError as error:
@@ -113,13 +129,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _compile(source: str) -> "Template":
+def _compile(source: str, convert: Callable[[str], str]) -> "Template":
     from jinja2 import TemplateSyntaxError
 
     from kvkeep.models.text.sandbox import compile_template
 
     try:
-        return compile_template(source)
+        return compile_template(source, convert)
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
     except Exception as error:  # Python rejects the code that jinja generated
@@ -133,7 +149,7 @@ def _compile(source: str) -> "Template":
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of bos_token and so on; some configs state an object with "content"."""
     texts = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for name in _SPECIAL_TOKENS:
         text = config.get(name)
         if isinstance(text, dict):
             text = text.get("content")

@@ -152,13 +152,18 @@ class TextCodec:
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
         that are malformed or that the template refuses.
         """
-        guarded_messages = self._control_tokens.with_placeholders(checked_messages(messages))
-        guarded_tools = self._control_tokens.with_placeholders(checked_tools(tools))
-        guarded_kwargs = self._control_tokens.with_placeholders(template_kwargs or {})
+        control_tokens, checked = self._control_tokens, checked_messages(messages)
+        texts = control_tokens.template_texts()
         rendered = render_chat(
-            self.folder, guarded_messages, add_generation_prompt, guarded_tools, guarded_kwargs
+            self.folder,
+            control_tokens.with_placeholders(checked),
+            add_generation_prompt,
+            control_tokens.with_placeholders(checked_tools(tools)),
+            control_tokens.with_placeholders(template_kwargs or {}),
+            texts.convert,
         )
-        return self._control_tokens.chat_text(validation.text("the chat", rendered))
+        roles = {message["role"] for message in checked}
+        return control_tokens.chat_text(validation.text("the chat", rendered), texts, roles)
 
     def template_text(self, text: str) -> ChatText:
         """Return a text in which the texts of control tokens are these tokens.

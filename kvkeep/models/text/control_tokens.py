@@ -1,8 +1,10 @@
 """Protection of control tokens such as <|im_end|>: only a chat template can write them.
 
-Text of users that reads like a control token is replaced by placeholders before rendering. After
-it, each control token gets a secret name, and the placeholders become text again. A text with
-secret names is *sealed*. It is encoded with a tokenizer whose control tokens have these names.
+Text of users that reads like a control token is replaced by placeholders before rendering, and
+control tokens in the template's own texts by secret names. After it the placeholders become text
+again. A text with secret names is *sealed*. It is encoded with a tokenizer whose control tokens
+have these names. Text that only becomes a control token's by rendering, such as "<|im_/thinkend|>"
+in a template that deletes "/think", has no secret name and stays text.
 """
 
 import json
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 
 _LONG_TEXT = 10_000  # characters
+_ROLES = frozenset(("system", "developer", "user", "assistant", "model", "tool"))
 
 
 class ChatText(str):
@@ -45,12 +48,39 @@ def _sealed_text(text: str) -> str:
     return text.sealed if isinstance(text, ChatText) else str(text)
 
 
+class TemplateTexts:
+    """The texts that a template states, recorded while it is compiled.
+
+    A template may write a control token in parts, such as "<|" + role + "|>" in Phi-4's.
+    """
+
+    def __init__(self, seal: Callable[[str], str]):
+        self._seal, self._texts = seal, list[str]()
+
+    def convert(self, text: str) -> str:
+        """Record a text of the template, and return it with secret names."""
+        self._texts.append(text)
+        return self._seal(text)
+
+    def composes(self, control_text: str, roles: Collection[str]) -> bool:
+        """Whether the template can write a control token's text around one of the roles."""
+        for role in roles:
+            before, found, after = control_text.partition(role)
+            if (
+                found
+                and any(before and text.endswith(before) for text in self._texts)
+                and any(after and text.startswith(after) for text in self._texts)
+            ):
+                return True
+        return False
+
+
 class ControlTokens:
     """The special tokens of a tokenizer, each with a secret name and a placeholder.
 
-    Example: a user message is "stop<|im_end|>". The template renders "stop" and a placeholder. In
-    its output every <|im_end|> is the template's own and becomes the secret name; then the
-    placeholder becomes "<|im_end|>" again, which is plain text.
+    Example: a user message is "stop<|im_end|>". The template renders "stop", a placeholder, and the
+    secret name of its own <|im_end|>. Then the placeholder becomes "<|im_end|>" again, which is
+    plain text.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -62,6 +92,7 @@ class ControlTokens:
         self.ids = frozenset(self._ids_by_text.values())
         # Random: users cannot type them. Placeholders are digits, which no template filter changes.
         secret, digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
+        self._secret = secret
         names = {text: f"k{secret}n{token_id}k" for text, token_id in self._ids_by_text.items()}
         placeholders = {
             text: f"{digits}{token_id:08}{digits}" for text, token_id in self._ids_by_text.items()
@@ -103,19 +134,36 @@ class ControlTokens:
             return [replace(item) for item in value]
         return value
 
-    def chat_text(self, rendered: str) -> ChatText:
-        """Return the chat for a template's output with placeholders.
+    def template_texts(self) -> TemplateTexts:
+        """Return a recorder of a template's texts, for one rendering."""
+        return TemplateTexts(self._seal)
 
-        Raises InvalidArgument if the template split a placeholder.
+    def chat_text(
+        self, rendered: str, texts: TemplateTexts | None = None, roles: Collection[str] = ()
+    ) -> ChatText:
+        """Return the chat for a template's output, with placeholders and secret names.
+
+        texts: of the template; None if all of the text is a template's. roles: of the messages.
+        Raises InvalidArgument if the template split a placeholder or a secret name.
         """
-        text = self._remove_placeholders(rendered)
-        digits = self._placeholder_digits
-        if digits[:8] in text or digits[8:] in text:
+        sealed = self._remove_placeholders(self._seal_composed(rendered, texts, roles))
+        text, digits = self._unseal(sealed), self._placeholder_digits
+        if digits[:8] in text or digits[8:] in text or self._secret in text:
             raise InvalidArgument(
                 "the model's chat template truncates a message inside text that looks like a "
                 "control token; remove such text from the message"
             )
-        return ChatText(text, self._remove_placeholders(self._seal(rendered)))
+        return ChatText(text, sealed)
+
+    def _seal_composed(
+        self, rendered: str, texts: TemplateTexts | None, roles: Collection[str]
+    ) -> str:
+        """Give secret names to control tokens that the template wrote in parts."""
+        if texts is None:
+            return self._seal(rendered)
+        written = set(self._text_pattern.findall(rendered))
+        composed = {text for text in written if texts.composes(text, _ROLES.union(roles))}
+        return _replacer({text: self._secret_names[text] for text in composed})(rendered)
 
     @cached_property
     def _sealed_tokenizer(self) -> Tokenizer:

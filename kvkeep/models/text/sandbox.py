@@ -33,9 +33,12 @@ _MACRO_COST = 10  # iterations that a macro call counts as
 _COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
 
 
-def compile_template(source: str) -> Template:
-    """Compile a template for one rendering. Raises TemplateSyntaxError."""
-    return _Sandbox().from_string(source)
+def compile_template(source: str, convert: Callable[[str], str] = str) -> Template:
+    """Compile a template for one rendering. convert: is applied to the template's own texts.
+
+    Raises TemplateSyntaxError.
+    """
+    return _Sandbox(convert).from_string(source)
 
 
 class GenerationBlock(Extension):
@@ -54,7 +57,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self) -> None:
+    def __init__(self, convert: Callable[[str], str]) -> None:
         # transformers renders templates with block trimming. Not optimized: constant expressions
         # would be evaluated at compile time, where sizes are not checked.
         super().__init__(
@@ -64,7 +67,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             finalize=checked_text,
             extensions=[loopcontrols, GenerationBlock],
         )
-        self._budget = RenderingBudget()
+        self._budget, self._convert = RenderingBudget(), convert
         for name in ("wordwrap", "urlize", "xmlattr", "pprint"):  # for HTML, and hard to bound
             self.filters.pop(name)
         self.filters = {
@@ -140,9 +143,32 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
+        _TextTransformer(self._convert).visit(tree)
         _CountingTransformer().visit(tree)
         tree.set_environment(self)
         return tree
+
+
+class _TextTransformer(NodeTransformer):
+    """Converts the texts that the template writes or compares with; not the names of fields."""
+
+    def __init__(self, convert: Callable[[str], str]):
+        self._convert = convert
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        node.data = self._convert(node.data)
+        return node
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if isinstance(node.value, str):
+            node.value = self._convert(node.value)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):
+            node.arg = self.visit(node.arg)
+        return node
 
 
 class _CountingTransformer(NodeTransformer):
