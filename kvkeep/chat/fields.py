@@ -28,14 +28,16 @@ def expect_mapping(value: Any, where: str) -> Mapping[str, Any]:
 def is_nested_too_deeply(value: Any) -> bool:
     """Whether a JSON value has more than `MAX_NESTING` objects and lists inside each other."""
     level = [value]
-    for _ in range(MAX_NESTING):
+    for _ in range(MAX_NESTING + 1):
+        level = [container for container in level if isinstance(container, (dict, list))]
+        if not level:
+            return False
         level = [
             member
             for container in level
-            if isinstance(container, (Mapping, list))
-            for member in (container.values() if isinstance(container, Mapping) else container)
+            for member in (container.values() if isinstance(container, dict) else container)
         ]
-    return any(isinstance(member, (Mapping, list)) for member in level)
+    return True
 
 
 def optional_list(value: Any, where: str) -> list[Any]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.body_route import body_router
 from kvkeep.server.ignored_fields import FieldRules
 from kvkeep.server.limits import MAX_INPUTS, LongText, TokenIds
 from kvkeep.server.overflow import overflow_error
@@ -22,7 +22,7 @@ from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.embedding import normalized
 
-router = APIRouter()
+router = body_router()
 _RULES = FieldRules(harmless=("keep_alive", "options", "priority"))
 _Text = LongText | TokenIds
 _Inputs = _Text | Annotated[list[_Text], Field(max_length=MAX_INPUTS)]

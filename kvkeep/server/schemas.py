@@ -1,6 +1,6 @@
 """The common parts of all APIs' request bodies: token ids, limits, sampling parameters."""
 
-import json
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,12 +59,7 @@ class RequestBody(BaseModel):
         if isinstance(value, Mapping):
             if is_nested_too_deeply(value):
                 raise ValueError(f"the body is nested too deeply; at most {MAX_NESTING} levels")
-            try:
-                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-            except UnicodeEncodeError:
-                raise ValueError("half of a surrogate pair is no character") from None
-            except ValueError:
-                raise ValueError("numbers must be finite and at most 1.8e308") from None
+            _require_encodable_members(value)
         return value
 
     @model_validator(mode="before")
@@ -88,6 +83,34 @@ class RequestBody(BaseModel):
                 inner = {key: value for key, value in field_schema.items() if key not in outer}
                 fields["properties"][name] = {"anyOf": [inner, {"type": "null"}], **outer}
         return schema
+
+
+def _require_encodable_members(value: Mapping[str, Any]) -> None:
+    """Raise ValueError for a text or a number that no JSON can hold.
+
+    Python code, since one call of `json.dumps` would hold up other threads for as long as it takes.
+    """
+    containers: list[Any] = [value]
+    while containers:
+        container = containers.pop()
+        if isinstance(container, dict):
+            containers.append(list(container))  # the names
+            container = container.values()
+        for member in container:
+            if isinstance(member, str):
+                _require_characters(member)
+            elif isinstance(member, (dict, list, tuple)):
+                containers.append(member)
+            elif isinstance(member, float) and not math.isfinite(member):
+                raise ValueError("numbers must be finite and at most 1.8e308")
+
+
+def _require_characters(text: str) -> None:
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no character") from None
 
 
 class StreamOptions(RequestBody):

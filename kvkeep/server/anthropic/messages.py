@@ -5,7 +5,6 @@ from asyncio import to_thread
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
@@ -18,13 +17,14 @@ from kvkeep.server.alignment import own_fields
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext, StreamEvent
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
-router = APIRouter()
+router = body_router()
 _PING = message_event("ping")
 _STOP_REASONS = {
     "eos": "end_turn",

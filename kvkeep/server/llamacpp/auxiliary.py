@@ -4,7 +4,7 @@ import time
 from asyncio import to_thread, wrap_future
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from pydantic import Field
 
 from kvkeep.chat.openai_chat import parse_chat
@@ -12,13 +12,14 @@ from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.template_files import template_source
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.limits import Data, LongText, Messages, ShortText, TokenIds, Tools
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.version import __version__
 
-router = APIRouter()
+router = body_router()
 NUM_SLOTS = 4  # sessions that clients of llama.cpp address by number
 
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -13,6 +12,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import OwnFields, own_fields
+from kvkeep.server.body_route import body_router
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.limits import (
@@ -37,7 +37,7 @@ from kvkeep.server.schemas import RequestBody, SamplingParams
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
-router = APIRouter()
+router = body_router()
 _STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit", "full": "limit"}
 _MISSING = object()
 

@@ -2,19 +2,19 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import ContextFile, FillInMiddle
+from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import MAX_FIELDS, LongText, ShortText
 from kvkeep.server.llamacpp.completion import LlamaCompletionRequest, complete
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep
 from kvkeep.server.sse import JSON_OR_EVENTS
 
-router = APIRouter()
+router = body_router()
 _ROOM_FOR_ANSWER = 256  # tokens left for an answer of any length
 
 

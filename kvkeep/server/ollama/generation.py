@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.output import OutputEvent, TextDelta
@@ -14,6 +13,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import FillInMiddle
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
 from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
@@ -26,7 +26,7 @@ from kvkeep.server.ollama.request import (
 )
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 
-router = APIRouter()
+router = body_router()
 
 
 @router.post("/api/chat", response_model=None, responses=NDJSON)

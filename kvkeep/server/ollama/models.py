@@ -9,19 +9,19 @@ from datetime import UTC, datetime
 from math import prod
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.models.text.template_files import template_source
+from kvkeep.server.body_route import body_router
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, Service
 
-router = APIRouter()
+router = body_router()
 # The version of Ollama whose API this is: clients refuse servers that are too old.
 _API_VERSION = "0.12.6"
 _TAG = ":latest"  # the tag that clients add to a name without one

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.ignored_fields import CHAT_RULES
@@ -20,7 +20,7 @@ from kvkeep.server.openai.chat_request import ChatRequest
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
-router = APIRouter()
+router = body_router()
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=JSON_OR_EVENTS)

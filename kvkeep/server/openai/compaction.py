@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter
-
 from kvkeep.chat.compaction_items import (
     CompactedHistory,
     compaction_item,
@@ -30,6 +28,7 @@ from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import GenerationRequest
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.limits import LongText, Messages
 from kvkeep.server.openai import stored_items
@@ -38,7 +37,7 @@ from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.rendering import common_prefix_length
 from kvkeep.session.session import Session
 
-router = APIRouter()
+router = body_router()
 _TARGET = 0.5  # of max_kv_size
 _MAX_SESSIONS = 16  # compacted ones of an owner; of older ones the items' histories are left
 _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.server.alignment import OwnFields, own_fields
+from kvkeep.server.body_route import body_router
 from kvkeep.server.generation import STREAM_PATIENCE, start_batch
 from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.limits import MAX_BATCH, MAX_TOKENS, LongText, TokenIds
@@ -27,7 +27,7 @@ from kvkeep.server.schemas import CompletionParams
 from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
-router = APIRouter()
+router = body_router()
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 _Count = Annotated[int | None, Field(ge=1, le=MAX_BATCH)]
 

@@ -7,13 +7,14 @@ The length of the context has the names by which clients of llama.cpp (`n_ctx`),
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
+from kvkeep.server.body_route import body_router
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import ShortText
 from kvkeep.server.service import ContextDep, Service
 
-router = APIRouter()
+router = body_router()
 
 
 @router.get("/v1/models")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from starlette.responses import Response
 
 from kvkeep.chat.compaction_items import ITEM_TYPES, expand_compaction
@@ -23,6 +23,7 @@ from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
 from kvkeep.errors import ContextFull, KvkeepError
 from kvkeep.server.alignment import own_fields
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
 from kvkeep.server.generation import STREAM_PATIENCE
@@ -38,7 +39,7 @@ from kvkeep.server.overflow import check_prompt_size, overflow_error
 from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
-router = APIRouter()
+router = body_router()
 _ResponseId = Annotated[str, Path(alias="response", pattern=ID_PATTERN)]
 
 

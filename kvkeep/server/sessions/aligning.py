@@ -4,7 +4,6 @@ import dataclasses
 from asyncio import to_thread
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvkeep.chat.messages import Chat
@@ -12,6 +11,7 @@ from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.alignment import AlignmentParams
+from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import LongText, Messages, TokenIds
 from kvkeep.server.sessions.entry import SessionDep
 from kvkeep.session.alignment import AlignmentReport
@@ -19,7 +19,7 @@ from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.session import Session
 from kvkeep.types import AlignmentMode
 
-router = APIRouter()
+router = body_router()
 
 
 class AlignRequest(AlignmentParams):

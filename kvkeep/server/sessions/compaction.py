@@ -3,11 +3,11 @@
 from asyncio import to_thread, wrap_future
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import SessionRecord
+from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, TokenCount
@@ -20,7 +20,7 @@ from kvkeep.session.compaction import (
 )
 from kvkeep.session.session import Session
 
-router = APIRouter()
+router = body_router()
 _TEMPLATE_TOKENS = 64  # that a chat template writes around a message, at most
 
 

@@ -4,18 +4,18 @@ import dataclasses
 from asyncio import to_thread
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import InvalidArgument
+from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import LongText, TokenIds
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenCount, TokenIndex
 from kvkeep.session.session import Session
 
-router = APIRouter()
+router = body_router()
 
 
 class RangeRequest(RequestBody):

@@ -7,7 +7,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from kvkeep.engine import (
 )
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.body_route import body_router
 from kvkeep.server.ignored_fields import SESSION_RULES
 from kvkeep.server.limits import MAX_TOKENS, LongText, Messages, TokenIds
 from kvkeep.server.notices import Notices
@@ -40,7 +40,7 @@ from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.session.turn_template import count_system_tokens
 
-router = APIRouter()
+router = body_router()
 
 
 class FeedRequest(SamplingParams):

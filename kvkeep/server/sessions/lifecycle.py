@@ -5,7 +5,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
@@ -13,6 +12,7 @@ from kvkeep.chat.compaction_items import is_handle
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
+from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import MAX_TOKENS
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
@@ -26,7 +26,7 @@ from kvkeep.server.sessions.entry import (
 )
 from kvkeep.storage.snapshots.header import read_summary
 
-router = APIRouter()
+router = body_router()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Title = Annotated[str, Field(min_length=1, max_length=200)]
 _PositiveCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]

@@ -4,12 +4,13 @@ import time
 from asyncio import wrap_future
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
 from kvkeep.engine import PrefixPin
+from kvkeep.server.body_route import body_router
 from kvkeep.server.service import ContextDep
 
-router = APIRouter()
+router = body_router()
 _PinId = Annotated[str, Path(alias="pin", pattern=r"pin-[0-9a-f]{16}")]
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import RaggedCells
@@ -19,6 +19,7 @@ from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import AlignmentFields
+from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import Tools
@@ -29,7 +30,7 @@ from kvkeep.server.sse import EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
 from kvkeep.session.streaming import CONTEXT_TOKENS, token_texts
 
-router = APIRouter()
+router = body_router()
 _MAX_PIECES = 4096  # tokens of one response
 _SESSION_FIELDS = (
     *("name", "title", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
