@@ -113,3 +113,18 @@ def test_a_release_without_docker_says_so(tools: None, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("PATH", "")
     assert image_left_out("1") == ["the Docker image (docker is not installed)"]
+
+
+def test_a_wheel_decodes_with_kernels_whatever_faster_ones_need(tools: None) -> None:
+    from wheels import decodes_with_kernels
+
+    from kvkeep.executors import ComputePath
+
+    reasons = {"the avx512 kernels": "need a processor with AVX-512"}
+    for path, expected in (
+        (ComputePath("avx2"), True),
+        (ComputePath("avx2", reasons), True),
+        (ComputePath("torch", reasons), False),
+    ):
+        facts = {"kernels": {"name": "avx2"}, "model": {"decode": str(path)}}
+        assert decodes_with_kernels(facts) == expected

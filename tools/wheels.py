@@ -19,7 +19,9 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
@@ -131,8 +133,14 @@ def require_decoding(wheel: Path, folder: Path) -> None:
     facts = json.loads(report)
     if facts["kernels"]["name"] == "torch" or not facts["model"]["measured_tokens_per_s"]:
         sys.exit("it does not decode with compiled kernels")
-    if not facts["model"]["decode"].startswith(f"compiled kernels of {facts['kernels']['name']}"):
+    if not decodes_with_kernels(facts):
         sys.exit(f"it decodes with {facts['model']['decode']}")
+
+
+def decodes_with_kernels(facts: Mapping[str, Any]) -> bool:
+    """Whether the model is decoded by this machine's kernels. facts: of `kvkeep doctor --json`."""
+    decode = str(facts["model"]["decode"])
+    return decode.startswith(f"compiled kernels for {facts['kernels']['name']}")
 
 
 def torch_release() -> str:
