@@ -40,7 +40,7 @@ def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) ->
             cell.rjust(width) if column in right_aligned else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(cells, widths, strict=False))
         ]
-        click.echo("  ".join([*padded, last_cell]))
+        click.echo("  ".join([*padded, last_cell]).rstrip())
 
 
 def echo_facts(facts: Iterable[tuple[str, str]]) -> None:

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,10 @@ from kvkeep.cli import options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import DEFAULT_PREFIX_BYTES, open_prefix_store
 from kvkeep.cli.model_options import DTYPE_OPTION, MODEL_OPTION, load_by_name
-from kvkeep.cli.output import format_mb, plural, say
+from kvkeep.cli.output import echo_table, format_mb, plural, say
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
+from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes import inventory
 from kvkeep.types import DtypeName
 
@@ -65,13 +67,13 @@ def list_(
 ) -> None:
     """List the prompts in the prefix cache, most recently used first.
 
-    SIZE leaves out blocks that a prompt shares with those listed above it. CHECKPOINTS says after
-    which tokens a model with local layers or states can continue. With --text, only the prompts of
-    --model are listed. In an object store, the prompts of all owners are listed, and USED is the
-    time of writing.
+    SIZE leaves out blocks that a prompt shares with those listed above it. ROUNDED is the codec
+    that rounded its cells. CHECKPOINTS says after which tokens a model with local layers or states
+    can continue. With --text, only the prompts of --model are listed. In an object store, the
+    prompts of all owners are listed, and USED is the time of writing.
     """
-    prompts = _stored_prompts(store, with_text)
-    beginnings = _beginnings(prompts, model) if with_text else {}
+    prompts, roundings = _stored_prompts(store, with_text)
+    beginnings = _beginnings(prompts, roundings, model) if with_text else {}
     if with_text:
         prompts = [prompt for prompt in prompts if _prompt_key(prompt) in beginnings]
     if as_json:
@@ -82,37 +84,57 @@ def list_(
                 "tokens": prompt.token_count,
                 "bytes": prompt.nbytes,
                 "used": prompt.last_used,
+                "rounded": roundings[key].codec if key in roundings else "",
                 "checkpoints": prompt.checkpoint_ends,
                 **({"text": beginnings[_prompt_key(prompt)]} if with_text else {}),
             }
             for prompt in prompts
+            for key in [prompt.model_digest]
         ]
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
         say("the prefix cache is empty; --prefix-cache of generate, chat and batch fills it")
         return
-    ends = {_prompt_key(x): ", ".join(f"{end:,}" for end in x.checkpoint_ends) for x in prompts}
-    width = max(len("CHECKPOINTS"), *map(len, ends.values())) + 2 if any(ends.values()) else 0
-    titles = f"{'CHECKPOINTS' if width else '':<{width}}{'TEXT' if beginnings else ''}"
-    click.echo(f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {titles}".rstrip())
-    for prompt in prompts:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
-        line = f"{used}  {prompt.token_count:>7,}  {format_mb(prompt.nbytes):>9}  "
-        key = _prompt_key(prompt)
-        text = f"{ends[key]:<{width}}{beginnings.get(key, '')}"
-        click.echo(f"{line}{prompt.model_digest[:8]}  {text}".rstrip())
+    titles = ("USED", "TOKENS", "SIZE", "MODEL", "ROUNDED", "CHECKPOINTS", "TEXT")
+    rows = [_table_row(x, roundings, beginnings.get(_prompt_key(x), "")) for x in prompts]
+    columns = [
+        (title, *cells)
+        for title, cells in zip(titles, zip(*rows, strict=True), strict=True)
+        if any(cells)
+    ]
+    echo_table(list(zip(*columns, strict=True)), right_aligned=(1, 2))
     total_size = format_mb(sum(prompt.nbytes for prompt in prompts))
     say(f"{plural(len(prompts), 'prompt')}, {total_size}")
 
 
-def _stored_prompts(store: str | None, with_text: bool) -> list[inventory.StoredPrompt]:
-    """Return the prompts in this machine's prefix cache, or in a shared store."""
+def _table_row(
+    prompt: inventory.StoredPrompt, roundings: Mapping[str, inventory.Rounding], text: str
+) -> tuple[str, ...]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.last_used))
+    rounding = roundings.get(prompt.model_digest)
+    return (
+        *(used, f"{prompt.token_count:,}", format_mb(prompt.nbytes), prompt.model_digest[:8]),
+        rounding.codec if rounding else "",
+        ", ".join(f"{end:,}" for end in prompt.checkpoint_ends),
+        text,
+    )
+
+
+def _stored_prompts(
+    store: str | None, with_text: bool
+) -> tuple[list[inventory.StoredPrompt], Mapping[str, inventory.Rounding]]:
+    """Return the prompts in this machine's prefix cache, or in a shared store, and how some of
+    them were rounded, by `model_digest`.
+    """
     if store is None:
-        return inventory.stored_prompts(home() / "prefixes")
+        prompts = inventory.stored_prompts(home() / "prefixes")
+        return prompts, inventory.roundings(prompts)
     if with_text:
         raise click.UsageError("--text shows prompts on this machine only, not those in a --store")
-    return inventory.prompts_of(inventory.stored_blocks(open_object_store(store)))
+    objects = open_object_store(store)
+    prompts = inventory.prompts_of(inventory.stored_blocks(objects))
+    return prompts, inventory.roundings(prompts, partial(ObjectPath, objects))
 
 
 def _prompt_key(prompt: inventory.StoredPrompt) -> str:
@@ -120,13 +142,20 @@ def _prompt_key(prompt: inventory.StoredPrompt) -> str:
     return prompt.blocks[-1].key
 
 
-def _beginnings(prompts: Sequence[inventory.StoredPrompt], model_name: str) -> dict[str, str]:
+def _beginnings(
+    prompts: Sequence[inventory.StoredPrompt],
+    roundings: Mapping[str, inventory.Rounding],
+    model_name: str,
+) -> dict[str, str]:
     """Return the first characters of the prompts of one model, by `_prompt_key`."""
     from kvkeep.storage.prefixes.block import read_tokens
+    from kvkeep.storage.prefixes.coding import rounded_root
 
     model = load_by_name(model_name, "bfloat16", "cpu", weights=None, progress=True)
     # Of the length that the prefix cache stores.
     model_digests = {fingerprint.digest()[:32] for fingerprint in _fingerprints(model)}
+    rounded = {(each.codec, each.basis) for each in roundings.values()}
+    model_digests |= {rounded_root(exact, *each) for exact in model_digests for each in rounded}
     beginnings = dict[str, str]()
     for prompt in prompts:
         if prompt.model_digest in model_digests:

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Invoke
+from lossy_basis import random_basis
 from topics import topic_text
 
+from kvkeep import load_model
 from kvkeep.models.hub.library import find_model, pulled_models, store_model
-from kvkeep.storage.prefixes.inventory import stored_prompts
+from kvkeep.storage.lossy.basis import add_basis
+from kvkeep.storage.objects import open_object_store
+from kvkeep.storage.prefixes.inventory import BLOCK_FORMAT, BLOCK_KIND, stored_prompts
+from kvkeep.storage.snapshots.container import read_container, write_container
 
 
 @pytest.fixture
@@ -58,6 +63,39 @@ def test_the_text_of_prompts_is_decoded_by_their_model(
     asked = ("-p", "The sea is wide. " * 300, "-n", 1, "--prefix-cache", "-m", tiny_folder)
     assert invoke("generate", *asked).exit_code == 0
     assert "The sea is wide. The" in invoke("prefixes", "list", "--text", "-m", tiny_folder).stdout
+
+
+def test_prompts_that_a_codec_rounded_are_listed_as_such(
+    invoke: Invoke, tiny: list[str], tiny_folder: Path, own_home: Path, tmp_path: Path
+) -> None:
+    model = load_model(tiny_folder)
+    basis = add_basis(random_basis(model)).stem
+    text, folder = "The sea is wide. " * 300, own_home / "prefixes"
+    asked = ("generate", "-p", text, "-n", 1, "--prefix-cache", "-m", tiny_folder)
+    assert invoke(*asked).exit_code == 0
+    assert "ROUNDED" not in invoke("prefixes", "list").stdout
+    assert invoke(*asked, "--codec", "smaller").exit_code == 0
+    listing = ("prefixes", "list", "--text", "-m", tiny_folder)
+    found = {each["rounded"]: each for each in listed(invoke, *listing)}
+    assert set(found) == {"", "smaller"}, "prompts of the model, rounded or not"
+    assert found["smaller"]["text"] == found[""]["text"]
+    titles, *lines = invoke(*listing).stdout.splitlines()
+    assert "  ROUNDED  TEXT" in titles
+    assert sorted("smaller  The sea" in line for line in lines) == [False, True]
+    objects, key = open_object_store(tmp_path / "objects"), str(found["smaller"]["model"])
+    first = next(folder.glob(f"{key}-*.kvblock"))
+    objects.put(f"prefixes/0/{key}/{first.stem.partition('-')[2]}.kvblock", first.read_bytes())
+    shared = listed(invoke, "prefixes", "list", "--store", (tmp_path / "objects").as_uri())
+    assert [each["rounded"] for each in shared] == ["smaller"]
+    container = read_container(first, BLOCK_KIND, BLOCK_FORMAT)
+    assert container.document["basis"] == basis
+    for forged in ({}, {"rounded": "\x1b[2J"}, {"rounded": 3}):
+        document = {"start": 0, "key": container.document["key"], **forged}
+        write_container(first, BLOCK_KIND, BLOCK_FORMAT, document, container.tensors)
+        assert {each["rounded"] for each in listed(invoke, "prefixes", "list")} == {"", "unknown"}
+    first.write_bytes(first.read_bytes()[:100])
+    codecs = {each["rounded"] for each in listed(invoke, "prefixes", "list")}
+    assert codecs == {"", "smaller"}, "as its next block says"
 
 
 def test_checkpoints_of_prompts_are_listed_explained_and_verified(

@@ -22,8 +22,7 @@ from kvkeep.loader import load_model
 from kvkeep.model import Model
 from kvkeep.storage.files.atomic import TEMPORARY_PREFIX
 from kvkeep.storage.prefixes import store as prefix_store
-from kvkeep.storage.prefixes.block import FILE_FORMAT, FILE_KIND
-from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.prefixes.inventory import BLOCK_FORMAT, BLOCK_KIND, BLOCK_TOKENS
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.container import read_container, write_container
 
@@ -198,9 +197,9 @@ def rewrite_block(
     file: Path, document: dict[str, object] | None = None, **tensors: torch.Tensor
 ) -> None:
     """Write a block again, validly, with another document or with some tensors replaced."""
-    content = read_container(file, FILE_KIND, FILE_FORMAT)
+    content = read_container(file, BLOCK_KIND, BLOCK_FORMAT)
     write_container(
-        file, FILE_KIND, FILE_FORMAT, document or content.document, {**content.tensors, **tensors}
+        file, BLOCK_KIND, BLOCK_FORMAT, document or content.document, {**content.tensors, **tensors}
     )
 
 
@@ -242,9 +241,9 @@ def test_a_block_without_one_of_its_tensors_is_a_miss(tmp_path: Path, missing: s
     store, ids = PrefixStore(tmp_path), prompt(5, 300)
     add_whole_blocks(store, ids)
     file = only_block(tmp_path)
-    content = read_container(file, FILE_KIND, FILE_FORMAT)
+    content = read_container(file, BLOCK_KIND, BLOCK_FORMAT)
     del content.tensors[missing]
-    write_container(file, FILE_KIND, FILE_FORMAT, content.document, content.tensors)
+    write_container(file, BLOCK_KIND, BLOCK_FORMAT, content.document, content.tensors)
     assert MODEL.session(store=store).feed(ids).reused == 0
     assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 

@@ -13,11 +13,10 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.cache.layout import Layout
 from kvkeep.errors import StoreError
 from kvkeep.storage.prefixes.coding import BlockCoding
-from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.prefixes.inventory import BLOCK_FORMAT, BLOCK_KIND, BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import Container, read_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-FILE_KIND, FILE_FORMAT = "prefix-block", 2
 BlockCells: TypeAlias = tuple[Tensor, Tensor]  # keys, values: `[layers, kv_heads, 256, head_dim]`
 BlockStream: TypeAlias = Iterable[BlockCells]
 
@@ -177,7 +176,7 @@ def first_difference(
 
 def block_format(coding: BlockCoding | None) -> int:
     """Return the oldest format whose readers know a block."""
-    return 1 if coding is None else FILE_FORMAT
+    return 1 if coding is None else BLOCK_FORMAT
 
 
 def block_key(parent: str, tokens: Tensor) -> str:
@@ -190,7 +189,7 @@ def read_block(path: Path, key: str, names: tuple[str, ...] | None = None) -> Co
     names: of the tensors to read; None for all. Blocks of early versions have no key in the
     document, and count as missing: equal tokens after different parents could not be told apart.
     """
-    return read_keyed(path, key, FILE_KIND, FILE_FORMAT, names)
+    return read_keyed(path, key, BLOCK_KIND, BLOCK_FORMAT, names)
 
 
 def read_keyed(

@@ -34,7 +34,11 @@ class BlockCoding:
 
     def root(self, exact_root: str) -> str:
         """Return the parent key of a prompt's first block. exact_root: that of exact blocks."""
-        return blake3(f"{exact_root} {self.codec} {self.basis.digest}".encode()).hexdigest()[:32]
+        return rounded_root(exact_root, self.codec, self.basis.digest)
+
+    def fields(self) -> dict[str, str]:
+        """Return what the document of a block says of its coding."""
+        return {"rounded": self.codec, "basis": self.basis.digest}
 
     def encode(self, cells: _Cells, start: int) -> dict[str, Tensor]:
         """Return the tensors of a block that begins at token `start` of a prompt."""
@@ -106,6 +110,11 @@ class BlockCodings:
             except InvalidArgument as error:
                 raise StoreError(str(error)) from error
         return BlockCoding(self.codec, self._bases[model])
+
+
+def rounded_root(exact_root: str, codec: str, basis: str) -> str:
+    """Return the parent key of a rounded prompt's first block. basis: its digest."""
+    return blake3(f"{exact_root} {codec} {basis}".encode()).hexdigest()[:32]
 
 
 def _positions(start: int) -> Tensor:

@@ -8,15 +8,19 @@ checkpoint after a block has the block's name with the ending kvcheckpoint.
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkeep.errors import StoreError
 from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.objects.paths import ReadablePath
+from kvkeep.storage.snapshots.header import open_for_reading, read_header
 
 BLOCK_TOKENS = 256
 BLOCK_SUFFIX = ".kvblock"
+BLOCK_KIND, BLOCK_FORMAT = "prefix-block", 2  # kind and newest format of the files of blocks
 CHECKPOINT_SUFFIX = ".kvcheckpoint"
 _KEY_PREFIX = "prefixes/"
 
@@ -94,8 +98,19 @@ class StoredPrompt:
 
     @property
     def model_digest(self) -> str:
-        """The digest of its model and settings."""
+        """The digest of its model and settings, and of the codec and basis of rounded cells."""
         return self.blocks[0].parent
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How the cells of a prompt were rounded.
+
+    codec: "unknown" for files of earlier versions, which do not name it. basis: its digest, or "".
+    """
+
+    codec: str
+    basis: str
 
 
 def blocks_of_files(files: Iterable[StoredFile]) -> list[StoredBlock]:
@@ -193,6 +208,39 @@ def stored_objects(store: ObjectStore, owner: str | None = None) -> Iterator[Sto
         if suffix in (BLOCK_SUFFIX, CHECKPOINT_SUFFIX):
             is_checkpoint, last_used = suffix == CHECKPOINT_SUFFIX, info.st_mtime
             yield StoredFile(parent, key, is_checkpoint, info.key, info.st_size, last_used)
+
+
+def roundings(
+    prompts: Iterable[StoredPrompt], path_of: Callable[[str], ReadablePath] = Path
+) -> dict[str, Rounding]:
+    """Return how prompts with rounded cells were rounded, by their `model_digest`.
+
+    path_of: the path of a location. Reads one header for each `model_digest`, as all its blocks are
+    coded alike; more only where files are damaged.
+    """
+    result, known = dict[str, Rounding](), set[str]()
+    for prompt in prompts:
+        for block in prompt.blocks:
+            if prompt.model_digest in known:
+                break
+            with suppress(StoreError):
+                rounding = _rounding(path_of(block.location))
+                known.add(prompt.model_digest)
+                if rounding is not None:
+                    result[prompt.model_digest] = rounding
+    return result
+
+
+def _rounding(path: ReadablePath) -> Rounding | None:
+    """Return how the cells in a block's file were rounded; None if they are exact."""
+    with open_for_reading(path) as file:
+        header = read_header(file, path, BLOCK_KIND, BLOCK_FORMAT)
+    if "keys.frames" not in header.extents:
+        return None
+    names = (header.document.get(name) for name in ("rounded", "basis"))
+    # Others may have written the file, and lists print these names.
+    codec, basis = (n if isinstance(n, str) and n.isascii() and n.isalnum() else "" for n in names)
+    return Rounding(codec or "unknown", basis)
 
 
 def stored_blocks(store: ObjectStore, owner: str | None = None) -> list[StoredBlock]:

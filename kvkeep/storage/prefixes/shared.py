@@ -25,8 +25,6 @@ from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.block import (
-    FILE_FORMAT,
-    FILE_KIND,
     BlockCells,
     BlockStream,
     CheckpointNeed,
@@ -48,6 +46,8 @@ from kvkeep.storage.prefixes.checkpoint import (
 )
 from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings
 from kvkeep.storage.prefixes.inventory import (
+    BLOCK_FORMAT,
+    BLOCK_KIND,
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
     CHECKPOINT_SUFFIX,
@@ -183,7 +183,7 @@ class SharedPrefixCache:
         for key in itertools.islice(children, _MAX_COMPARED_BLOCKS):
             path = ObjectPath(self._store, key)
             with suppress(StoreError):
-                container = read_container(path, FILE_KIND, FILE_FORMAT, ("tokens",))
+                container = read_container(path, BLOCK_KIND, BLOCK_FORMAT, ("tokens",))
                 longest = max(longest, common_prefix_length(container_tokens(container), tokens))
         return longest
 
@@ -205,7 +205,7 @@ class SharedPrefixCache:
         self, block: PrefixBlock, fingerprint: Fingerprint, coding: BlockCoding | None
     ) -> BlockCells | None:
         """Return a block's keys and values; None if it is missing or does not verify."""
-        container = self._read_object(self._path(block), FILE_KIND, FILE_FORMAT)
+        container = self._read_object(self._path(block), BLOCK_KIND, BLOCK_FORMAT)
         if container is None:
             return None
         code = self._content_mac(block, container.tensors, coding)
@@ -242,7 +242,8 @@ class SharedPrefixCache:
         if overwrite or not path.exists():
             tensors = block.tensors_of(cells, coding)
             document = {"start": block.start, "code": self._content_mac(block, tensors, coding)}
-            write_container(path, FILE_KIND, block_format(coding), document, tensors)
+            document |= coding.fields() if coding else {}
+            write_container(path, BLOCK_KIND, block_format(coding), document, tensors)
 
     def _write_checkpoint(self, block: PrefixBlock, checkpoint: Checkpoint) -> None:
         """Write the checkpoint after a block. It replaces one that the caller's lookup missed."""

@@ -19,7 +19,6 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporary_files
 from kvkeep.storage.prefixes.block import (
-    FILE_KIND,
     BlockCells,
     BlockStream,
     CheckpointNeed,
@@ -43,6 +42,7 @@ from kvkeep.storage.prefixes.checkpoint import (
 )
 from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings
 from kvkeep.storage.prefixes.inventory import (
+    BLOCK_KIND,
     BLOCK_SUFFIX,
     BLOCK_TOKENS,
     CHECKPOINT_SUFFIX,
@@ -239,9 +239,9 @@ class PrefixStore:
         tensors = block.tensors_of(cells, coding)
         if not quota.make_room(sum(t.nbytes for t in tensors.values()) + _MAX_FILE_OVERHEAD):
             return False
-        document = {"start": block.start, "key": block.key}
+        document = {"start": block.start, "key": block.key, **(coding.fields() if coding else {})}
         version = block_format(coding)
-        quota.free_bytes -= write_container(path, FILE_KIND, version, document, tensors)
+        quota.free_bytes -= write_container(path, BLOCK_KIND, version, document, tensors)
         return True
 
     def _newest_checkpoint(
