@@ -42,12 +42,14 @@ def run_bandit() -> int:
 def audited_packages(requirement: Path) -> Sequence[Mapping[str, Any]]:
     """Return pip-audit's entry of each package of a requirements file; none if it fails."""
     words = ["--requirement", str(requirement), "--no-deps", "--disable-pip", "--format", "json"]
+    # Its stderr says "No known vulnerabilities found" also of packages that it skipped: not shown.
     process = subprocess.run(
-        [sys.executable, "-m", "pip_audit", *words], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "pip_audit", *words], capture_output=True, text=True, check=False
     )
     try:
         packages: Sequence[Mapping[str, Any]] = json.loads(process.stdout)["dependencies"]
     except (ValueError, KeyError):
+        print(process.stderr, file=sys.stderr)
         return ()
     return packages
 
