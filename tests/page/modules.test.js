@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, forgetText, heldText, pinText } = await import(`${FILES}/memory_text.js`);
+const { answerText, compressText, forgetText, heldText, pinText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
@@ -71,8 +71,9 @@ test("shares count the tokens of each standing, and their cells add up to the se
   ]);
   assert.equal(cellsOf(sharesOf(held, 0, 20)), 10);
   assert.equal(standingText(sharesOf(held, 12, 16)), "forgotten");
-  assert.equal(standingText(sharesOf(held, 0, 20)), "partly forgotten");
-  assert.equal(standingText(sharesOf(held, 0, 12)), "partly compressed");
+  assert.equal(standingText(sharesOf(held, 0, 20)), "4 of 20 tokens forgotten");
+  assert.equal(standingText(sharesOf(held, 12, 17)), "4 of 5 tokens forgotten");
+  assert.equal(standingText(sharesOf(held, 0, 12)), "8 of 12 tokens compressed");
   assert.equal(standingText([]), "");
 });
 
@@ -115,10 +116,13 @@ test("what a change would free or cost is said by the cells that are held", () =
   const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
   const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, runs });
   const bytes = (count) => `${count} bytes`;
-  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, partly forgotten/);
+  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens forgotten/);
   assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(500 bytes\)/);
-  assert.match(forgetText(held, { start: 10, end: 20 }, bytes), /^Not possible: nothing of it/);
-  assert.match(pinText(held, { start: 5, end: 15 }), /5 cells of 100 .* 5 tokens are forgotten already/);
+  const parts = [{ role: "question" }, { role: "answer" }];
+  assert.match(pinText(held, { start: 5, end: 15, parts }), /^Question and answer together: 5 cells of 100 .* 5 tokens are forgotten already/);
+  assert.equal(pinText(held, { start: 5, end: 10, parts: [] }), "5 cells of 100 are never forgotten then.");
+  assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "20 tokens in 10 of 100 cells, 10 of them forgotten. 1000 bytes reserved.");
+  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^20 tokens in 10 cells, .* reserved, 9 bytes of it shared/);
   assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 750 bytes.");
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
   assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
@@ -148,18 +152,12 @@ test("residual cells are apart from those of compressed tokens, and with them al
   assert.equal(cellsOf(sharesOf(held, 0, 20)) + residualCells(held), held.cells);
 });
 
-test("checkpoints are in the turn that ends with them, by its cells", () => {
+test("checkpoints are in the turn that ends with them, by its tokens", () => {
   const held = memory({ tokens: 20, cells: 16, checkpoints: [4, 10, 20], runs: [run("forgotten", 0, 4), run("window", 4, 20)] });
-  assert.deepEqual(checkpointsOf(held, 0, 10), [{ at: 4, part: 0 }, { at: 10, part: 1 }]);
+  assert.deepEqual(checkpointsOf(held, 0, 10), [{ at: 4, part: 0.4 }, { at: 10, part: 1 }]);
   assert.deepEqual(checkpointsOf(held, 10, 20), [{ at: 20, part: 1 }]);
   assert.deepEqual(checkpointsOf(memory({ ...held, runs: [run("forgotten", 0, 20)] }), 0, 8), [{ at: 4, part: 0.5 }]);
   assert.deepEqual([0, 4, 19, 20].map((token) => statusOf(held, token)), ["forgotten", "window", "window", ""]);
-});
-
-test("a turn of which nothing is held cannot be pinned", () => {
-  const runs = [run("forgotten", 0, 9), run("window", 9, 20)];
-  const text = pinText(memory({ tokens: 20, cells: 11, runs }), span(0, 9));
-  assert.match(text, /^Not possible/);
 });
 
 test("a session's last prompt is found among the misses, which name the nearest session", () => {

@@ -1,5 +1,7 @@
 """Web UI: the way back from branches, a panel that covers nothing, and other first steps."""
 
+import re
+
 import pytest
 from page.conftest import open_page
 from playwright.sync_api import Browser, Page, expect
@@ -26,10 +28,10 @@ def test_a_branch_says_so_and_leads_back(page: Page, server: RunningServer) -> N
     create(server, "left")
     page.goto("/#/chat/left")
     expect(page.locator(".turn")).to_have_count(1)
-    expect(page.get_by_role("link", name="Original")).to_have_count(0)
+    expect(page.get_by_role("link", name="Back to")).to_have_count(0)
     page.get_by_role("button", name="Branch", exact=True).click()
-    expect(page.locator("#status")).to_contain_text("This is a branch.")
-    page.get_by_role("link", name="Original").click()
+    expect(page.locator("#status")).to_contain_text("You are in a branch now.")
+    page.get_by_role("link", name="Back to").click()
     expect(page).to_have_url(f"{server.url}/#/chat/left")
     expect(page.locator("#status")).to_be_empty()
 
@@ -46,9 +48,9 @@ def test_an_edited_message_is_undone_by_the_original(
     page.locator("dialog [name=text]").fill("Name a lake.")
     page.locator("dialog button.main").click()
     expect(page.locator(".question").last).to_contain_text("Name a lake.")
-    expect(page.locator("#status")).to_contain_text("see Original")
+    expect(page.locator("#status")).to_contain_text("“Back to” beside the title")
     page.get_by_role("button", name="Stop").click()
-    page.get_by_role("link", name="Original").click()
+    page.get_by_role("link", name="Back to").click()
     expect(page).to_have_url(f"{server.url}/#/chat/{name}")
     expect(page.locator(".question").last).to_contain_text("Name city 3.")
 
@@ -100,3 +102,92 @@ def test_a_view_that_cannot_be_loaded_says_why(page: Page) -> None:
     expect(page.locator("main")).to_contain_text("The server does not answer.")
     page.get_by_role("link", name="Operations").click()
     expect(page.get_by_role("heading", name="Operations")).to_be_visible()
+
+
+def test_a_branch_names_the_conversation_it_left_beside_its_title(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "first-of-two")
+    page.goto("/#/chat/first-of-two")
+    page.get_by_role("button", name="Branch", exact=True).click()
+    expect(page.locator(".chat-title .origin")).to_have_text("Branch. Back to “first-of-two”")
+    page.get_by_role("link", name="Back to “first-of-two”").click()
+    expect(page.locator("h1")).to_have_text("first-of-two")
+    expect(page.locator(".origin")).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_the_heading_takes_at_most_two_rows_with_undo(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    """In a branch too, whose heading leads back as well."""
+    create(server, f"rows-{width}")
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        page.goto(f"/#/chat/rows-{width}")
+        page.get_by_role("button", name="Branch", exact=True).click()
+        expect(page.get_by_role("link", name="Back to")).to_be_visible()
+        page.locator(".turn-bars button").last.click()
+        if width < 1440:
+            page.locator(".panel-button").click()
+        page.locator(".turn-card").get_by_role("button", name="Forget").click()
+        expect(page.get_by_role("button", name="Undo forget")).to_be_visible()
+        assert page.locator(".chat-header").evaluate("(e) => e.offsetHeight") < 80
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_strip_shows_how_much_of_a_turn_is_forgotten(page: Page, server: RunningServer) -> None:
+    """By its tokens: a turn that is half forgotten is half hatched."""
+    with server.client() as client:
+        body = {"text": "The river is long and wide. " * 8}
+        client.post("/v1/sessions", json={"name": "halved", "max_kv_size": 48}).raise_for_status()
+        client.post("/v1/sessions/halved/feed", json=body).raise_for_status()
+        runs = client.get("/v1/sessions/halved/memory").json()["runs"]
+    forgotten = sum(run["count"] for run in runs if run["standing"] == "forgotten")
+    total = sum(run["count"] for run in runs)
+    assert 0 < forgotten < total
+    page.goto("/#/chat/halved")
+    bar = page.locator(".turn-bars button")
+    expect(bar).to_have_attribute("title", re.compile(f"{forgotten} of {total} tokens forgotten"))
+    widths = bar.evaluate("""(bar) => [
+        bar.querySelector(".forgotten").offsetWidth, bar.offsetWidth
+    ]""")
+    assert widths[0] / widths[1] == pytest.approx(forgotten / total, abs=0.1)
+
+
+def test_the_list_of_sessions_is_fetched_once_for_a_view(page: Page, server: RunningServer) -> None:
+    create(server, "fetched-once", turns=2)
+    page.clock.install()  # the list is fetched every three seconds, too
+    page.goto("/#/chat/fetched-once")
+    expect(page.locator(".turn")).to_have_count(2)
+    page.wait_for_timeout(500)  # operations of before are shown
+    fetched = list[str]()
+    page.on("request", lambda request: fetched.append(request.url))
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator("#conversations li").first).to_be_visible()
+    expect(page.get_by_role("button", name="Branch", exact=True)).to_be_visible()
+    assert len([url for url in fetched if "/v1/sessions?" in url or url.endswith("sessions")]) == 1
+
+
+def test_sizes_are_said_in_the_same_words(page: Page, server: RunningServer) -> None:
+    """Beside the chat and in the inspector."""
+    create(server, "same-words", turns=4, policy="sliding", max_kv_size=64)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto("/#/chat/same-words")
+    words = re.compile(r"\d+ tokens in 64 of 64 cells, \d+ of them forgotten\. .* reserved")
+    expect(page.locator(".memory-panel")).to_contain_text(words)
+    page.get_by_role("link", name="Inspect", exact=True).click()
+    expect(page.locator("main .strip")).to_be_visible()
+    expect(page.locator("main")).to_contain_text(words)
+    page.goto("/#/sessions")
+    expect(page.locator("main")).to_contain_text("Reserved is what cells take")
+
+
+def test_compression_is_not_spoken_of_where_there_is_none(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "no-compression", policy="sliding", max_kv_size=64)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto("/#/chat/no-compression")
+    expect(page.locator(".memory-panel")).to_contain_text("Select a turn")
+    expect(page.locator(".memory-panel")).not_to_contain_text("ompress")

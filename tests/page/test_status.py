@@ -61,8 +61,8 @@ def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: htt
     page.locator(".turn-bars button[data-turn='turn 1']").click()
     card = page.locator(".turn-card")
     expect(card).to_contain_text("in 0 cells, forgotten")
-    for name in ("Pin", "Forget", "Replace question", "Branch from here"):
-        expect(card.get_by_role("button", name=name)).to_be_disabled()
+    expect(card).to_contain_text("cannot be pinned or replaced")
+    expect(card.get_by_role("button")).to_have_count(0)
     page.locator(".turn-bars button").last.click()
     expect(card.get_by_role("button", name="Forget")).to_be_enabled()
 

@@ -10,6 +10,7 @@ import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
 import { fill, h, showStatus, statusText } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
+import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
 import { fetchPieces } from "./pieces.js";
 import { turnButtons } from "./turn_buttons.js";
@@ -45,6 +46,7 @@ export class ChatView {
     /** @type {Turn[]} */
     this.turns = [];
     this.failedToLoad = false; // whether the status says so
+    this.shownHeader = ""; // what its buttons are for
     this.busy = false; // whether an answer or a change is in progress
     /** @type {import("./chat_settings.js").SessionSettings} */
     this.newSession = {};
@@ -77,6 +79,7 @@ export class ChatView {
       if (!operation || operation.what === "delete") this.isOutdated = true; // revisions may start again
       reloadSoon();
     }, signal);
+    onSessions(() => this.drawHeader(), signal);
     const timer = setInterval(() => this.watch(), WATCH_EVERY);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
@@ -141,7 +144,7 @@ export class ChatView {
     if (this.signal.aborted || name !== this.name) return;
     [this.memory, this.isOutdated] = [memory, false];
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
-    if (!this.answers.running) await this.draw();
+    if (!this.answers.running) this.draw();
   }
 
   async reload() {
@@ -163,12 +166,12 @@ export class ChatView {
     this.frame.welcome(["This conversation was deleted. ", h("a", { href: "#/" }, "Start a new one"), "."]);
   }
 
-  async draw() {
+  draw() {
     const memory = /** @type {Memory} */ (this.memory);
     const isFollowed = !this.turns.length || this.frame.isNearEnd();
     this.turns = turnsOf(memory, this.texts);
     this.frame.setTitle(titleOf(memory));
-    await this.drawHeader();
+    this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
     const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), standingNote(memory, part)]));
     if (elements.length) fill(this.frame.log, elements);
@@ -177,14 +180,21 @@ export class ChatView {
     if (isFollowed) this.frame.goToEnd();
   }
 
-  async drawHeader() {
-    const name = /** @type {string} */ (this.name);
-    const { data } = await get("/v1/sessions").catch(() => ({ data: [] }));
-    const [step] = this.edits ? stepsAmong(data, name) : [];
-    const link = h("a", { class: "button", href: `#/sessions/${this.name}` }, "Inspect");
+  // Draws the heading's buttons, and the way back from a branch. They stay what they are while nothing changed: one may have the focus.
+  drawHeader() {
+    if (this.name === null || !this.memory) return;
+    const { name, edits } = this;
+    const entries = knownSessions();
+    const [step] = edits ? stepsAmong(entries, name) : [];
+    const origin = originOf(entries, name);
+    const shown = JSON.stringify([name, step, origin]);
+    if (shown === this.shownHeader) return;
+    this.shownHeader = shown;
+    const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
     const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
-    const branch = this.edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, undoButton, originLink(data, name), branch, link);
+    const branch = edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
+    fill(this.frame.buttons, undoButton, branch, link);
+    this.frame.setOrigin(origin);
   }
 
   /**
@@ -234,11 +244,13 @@ export class ChatView {
 }
 
 /**
- * Creates the link from a branch to the conversation that it left; null if that is not there, or it is no branch.
+ * Returns the conversation that a branch left, or that another one was begun from; null if that is not there, or there was none.
  * @param {SessionEntry[]} entries all sessions @param {string} name
+ * @returns {import("./chat_frame.js").Origin | null}
  */
-function originLink(entries, name) {
+function originOf(entries, name) {
   const own = entries.find((entry) => entry.name === name);
-  const origin = own && entries.find((entry) => entry.name === (withParent(own).parent || keptOf(name).branchOf) && entry.name !== name);
-  return origin ? h("a", { class: "button", href: `#/chat/${origin.name}`, title: titleOf(origin) }, "Original") : null;
+  const parent = own && withParent(own).parent;
+  const origin = own && entries.find((entry) => entry.name === (parent || keptOf(name).branchOf) && entry.name !== name);
+  return origin ? { kind: parent ? "Branch" : "New conversation", name: origin.name, title: titleOf(origin) } : null;
 }

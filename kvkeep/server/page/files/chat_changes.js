@@ -1,10 +1,11 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
-import { get, send } from "./api.js";
+import { send } from "./api.js";
 import { changeError, changeHeaders } from "./session_change.js";
 import { askSettings, branchTitle, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { h, promptDialog, showStatus } from "./dom.js";
+import { fetchSessions } from "./session_list.js";
 import { canGoBackTo } from "./turns.js";
 import { dropUndo, keepUndo, undo } from "./undo.js";
 
@@ -12,8 +13,8 @@ import { dropUndo, keepUndo, undo } from "./undo.js";
 /** @typedef {import("./turns.js").Part} Part */
 
 const IN_A_BRANCH = "The new message is asked in a branch; this conversation stays as it is.";
-const BRANCHED = "This is a branch. The conversation that it left stays as it is: see Original.";
-const BEGUN_ANEW = "This is a new conversation. The one before stays as it is: see Original.";
+const BRANCHED = "You are in a branch now. The conversation that it left stays as it is: “Back to” beside the title leads there.";
+const BEGUN_ANEW = "You are in a new conversation now. The one before stays as it is: “Back to” beside the title leads there.";
 const IN_A_NEW_ONE =
   "What led up to this message is not in memory any more, so the model cannot go back to it: the new message begins a conversation without the turns before. This one stays as it is.";
 const NO_WAY_BACK =
@@ -54,9 +55,15 @@ export class ChatChanges {
       showStatus(changeError(error), true);
       return false;
     }
-    await this.chat.reload();
+    await this.reloadAll();
     showStatus(message);
     return true;
+  }
+
+  // Loads the list of sessions as well: what is kept for undo has changed.
+  async reloadAll() {
+    await fetchSessions().catch(() => {}); // the connection's state is shown elsewhere
+    await this.chat.reload();
   }
 
   /** @param {import("./undo.js").Step} step */
@@ -70,7 +77,7 @@ export class ChatChanges {
       failure = error;
     }
     this.chat.memory = null;
-    await this.chat.reload();
+    await this.reloadAll();
     showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.`, failure !== null);
   }
 
@@ -91,7 +98,7 @@ export class ChatChanges {
     const at = this.chat.turns[0] === turn ? 0 : turn.start;
     const isHeld = canGoBackTo(/** @type {Memory} */ (this.chat.memory), at);
     const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : IN_A_NEW_ONE);
-    const values = await promptDialog("Ask otherwise", fields, "Send", note);
+    const values = await promptDialog("Edit message", fields, "Send", note);
     if (!values) return;
     const text = String(values.text);
     const name = isHeld ? await this.fork(at, text) : await this.startAnew(text);
@@ -118,8 +125,8 @@ export class ChatChanges {
    */
   async fork(at, text) {
     const memory = /** @type {Memory} */ (this.chat.memory);
-    const { data } = text ? { data: [] } : await get("/v1/sessions").catch(() => ({ data: [] }));
-    const title = text ? titleFor(text) : branchTitle(titleOf(memory), data.map(titleOf));
+    const others = text ? [] : await fetchSessions().catch(() => []);
+    const title = text ? titleFor(text) : branchTitle(titleOf(memory), others.map(titleOf));
     return this.createBeside(title, `${this.chat.path}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
   }
 
@@ -165,7 +172,7 @@ export class ChatChanges {
   systemPrompt() {
     if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
     const part = this.systemPart();
-    return { system: part?.text || "", systemHint: part ? "edited in memory" : "this conversation began without one", isSystemEditable: Boolean(part) };
+    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "this conversation began without one", isSystemEditable: Boolean(part) };
   }
 
   systemPart() {
@@ -182,6 +189,6 @@ export class ChatChanges {
     if (!part || text === part.text) return;
     const body = { op: "replace", span: part.label, text };
     const replace = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/edit`, body, { headers });
-    await this.change("edit", replace, "The system prompt was replaced in memory.");
+    await this.change("replace", replace, "The system prompt was replaced in memory.");
   }
 }

@@ -14,6 +14,8 @@ import { turnStrip } from "./turn_strip.js";
  * @property {import("./memory_panel.js").Actions} memory
  */
 
+/** @typedef {{kind: string, name: string, title: string}} Origin  The conversation that one of a kind, such as a branch, left. */
+
 const READ_ONLY = "This page may only read here. Start the server with --allow-edit to chat and to edit.";
 const SETTLING_FRAMES = 12;
 const NEAR_END = 200; // pixels: a reader who is nearer to the end follows it
@@ -31,6 +33,7 @@ export class ChatFrame {
     this.lastAnswer = null;
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1", {}, "New chat");
+    this.origin = h("p", { class: "origin", hidden: true });
     this.buttons = h("div", { class: "actions" });
     this.box = composer(handlers.say, handlers.stop, handlers.settings);
     this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
@@ -39,7 +42,7 @@ export class ChatFrame {
     this.panel.element.prepend(close);
     this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
     const column = h("div", { class: "chat-column" }, this.log, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
-    const header = h("div", { class: "chat-header" }, this.heading, this.buttons, this.panelButton);
+    const header = h("div", { class: "chat-header" }, h("div", { class: "chat-title" }, this.heading, this.origin), this.buttons, this.panelButton);
     this.element = h("div", { class: "chat" }, header, this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
     fill(container, this.element);
     this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(labelAt(event)));
@@ -64,11 +67,17 @@ export class ChatFrame {
     document.title = `${title} - kvkeep`;
   }
 
+  // Shows where a branch comes from, with the way back.
+  /** @param {Origin | null} origin */
+  setOrigin(origin) {
+    this.origin.hidden = !origin;
+    if (origin) fill(this.origin, `${origin.kind}. `, h("a", { href: `#/chat/${origin.name}`, title: origin.title }, `Back to “${origin.title}”`));
+  }
+
   /** @param {Memory} memory @param {Turn[]} turns @param {any} lastAnswer */
   drawMemory(memory, turns, lastAnswer) {
     [this.memory, this.turns, this.lastAnswer] = [memory, turns, lastAnswer];
     if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
-    this.element.classList.add("has-memory"); // the strip scrolls only once it is shown
     this.strip.draw(memory, turns, this.selected);
     this.panel.draw(memory, turns, this.selected, lastAnswer);
     this.point(null);

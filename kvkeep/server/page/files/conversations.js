@@ -1,12 +1,12 @@
 // The list of conversations at the left: search, open, rename, delete.
 
-import { ApiError, get, messageOf, send } from "./api.js";
+import { ApiError, messageOf, send } from "./api.js";
 import { drop, keptOf, titleOf } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
+import { fetchSessions, onSessions } from "./session_list.js";
 import { isUndoName, undoNamesOf } from "./undo.js";
 
-const PATH = "/v1/sessions?unnamed=true";
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
 
 /** @typedef {SessionEntry} Entry */
@@ -38,13 +38,15 @@ export function conversations(container, edits) {
     if (focused) [...container.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     markLinks();
   };
+  const show = (/** @type {Entry[]} */ data) => {
+    const unchanged = JSON.stringify(data) === latest;
+    entries = data.map(withParent);
+    latest = JSON.stringify(data);
+    if (!unchanged) draw();
+  };
   const reload = async () => {
     try {
-      const { data } = await get(PATH);
-      const unchanged = JSON.stringify(data) === latest;
-      entries = data.map(withParent);
-      latest = JSON.stringify(data);
-      if (!unchanged) draw();
+      await fetchSessions();
     } catch (error) {
       if (!(error instanceof ApiError)) return; // the connection's state is shown elsewhere
       showStatus(messageOf(error), true);
@@ -66,7 +68,9 @@ export function conversations(container, edits) {
   window.addEventListener("hashchange", markLinks);
   document.addEventListener("conversations", () => reload().then(draw)); // a title may have changed
   setInterval(() => document.hidden || reload(), RELOAD_EVERY);
-  onOperation(debounce(reload), new AbortController().signal);
+  const always = new AbortController().signal;
+  onOperation(debounce(reload), always);
+  onSessions(show, always);
   fill(container, search, list, hint, otherPart);
   draw();
   reload();

@@ -1,11 +1,11 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
 import { get } from "./api.js";
-import { bytes, fill, h, jsonLink, number, promptDialog, showStatus } from "./dom.js";
-import { answerText, compressText, forgetText, heldText, pinText, replaceText } from "./memory_text.js";
+import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
+import { answerText, compressText, forgetText, heldText, pinText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { canGoBackTo, countOf, rangesOf } from "./turns.js";
+import { canGoBackTo, rangesOf } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
@@ -20,7 +20,7 @@ import { canGoBackTo, countOf, rangesOf } from "./turns.js";
  */
 export function memoryPanel(actions) {
   const heading = h("h2", {}, "Memory");
-  const budget = h("div");
+  const budget = h("div", {}, h("p", { class: "hint" }, "Nothing yet. Here is what the model still holds, once something was said."));
   const answer = h("div");
   const turnPart = h("div", { class: "turn-card" });
   const compressPart = h("div");
@@ -54,13 +54,9 @@ export function memoryPanel(actions) {
 /** @param {Memory} memory */
 function budgetElements(memory) {
   const most = memory.max_kv_size;
-  const full = most ? `${number(memory.cells)} of ${number(most)} cells` : `${number(memory.cells)} cells`;
-  const lost = countOf(memory, "forgotten");
-  const tokens = `${lost ? `${number(memory.tokens - lost)} of ` : ""}${number(memory.tokens)} tokens`;
-  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of them shared with branches and what is kept for Undo` : "";
   return [
     most ? h("meter", { min: "0", max: String(most), value: String(memory.cells), "aria-label": "Cells in use" }) : null,
-    h("p", {}, `${full} hold ${tokens}: ${bytes(memory.bytes)}${shared}.`),
+    h("p", { title: RESERVED_HINT }, sizeText(memory, bytes)),
     legend(memory),
   ];
 }
@@ -91,6 +87,7 @@ function turnElements(memory, turn, actions) {
   const heading = [h("h3", {}, title), h("p", {}, heldText(memory, turn))];
   if (!actions) return heading;
   const { start, end } = turn;
+  const isHeld = (/** @type {import("./turns.js").Part} */ part) => !rangesOf(memory, part.start, part.end, (standing) => standing === "forgotten").length;
   const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
   const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
   const isPinned = rangesOf(memory, start, end, (standing) => standing === "pinned").length > 0;
@@ -98,26 +95,25 @@ function turnElements(memory, turn, actions) {
   const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${title} is no longer pinned.`);
   const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
   const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} is forgotten.`);
+  const replaceable = turn.parts.filter(isHeld);
+  const canBranch = canGoBackTo(memory, end);
+  const impossible = [
+    !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
+    held.length && replaceable.length < turn.parts.length ? `Not to be replaced, as part of it is forgotten: ${turn.parts.filter((part) => !isHeld(part)).map(({ role }) => role).join(", ")}.` : "",
+    canBranch ? "" : "No branch can begin here: part of the text around this place is not held any more.",
+  ];
   return [
     heading,
-    isPinned ? action("Unpin", "It may be evicted again.", unpin) : action("Pin", pinText(memory, turn), held.length ? pin : null),
-    action("Forget", forgetText(memory, turn, bytes), held.length ? forget : null),
-    turn.parts.map((part) => replaceAction(memory, part, actions)),
-    canGoBackTo(memory, end)
-      ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end))
-      : action("Branch from here", "Not possible: part of the text just before this place, or after it, is not held any more.", null),
+    isPinned ? action("Unpin", "It may be forgotten again.", unpin) : held.length ? action("Pin", pinText(memory, turn), pin) : null,
+    held.length ? action("Forget", forgetText(memory, turn, bytes), forget) : null,
+    replaceable.map((part) => action(`Replace ${part.role}`, replaceText(memory, part.end), () => replace(part, actions))),
+    canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
+    impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];
 }
 
-/** @param {string} label @param {string} cost @param {(() => void) | null} run null if it cannot be done */
-const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run, disabled: !run }, label), h("p", {}, cost));
-
-/** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
-function replaceAction(memory, part, actions) {
-  const isHeld = !rangesOf(memory, part.start, part.end, (standing) => standing === "forgotten").length;
-  const text = isHeld ? replaceText(memory, part.end) : "Not possible: part of it is forgotten.";
-  return action(`Replace ${part.role}`, text, isHeld ? () => replace(part, actions) : null);
-}
+/** @param {string} label @param {string} cost @param {() => void} run */
+const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), h("p", {}, cost));
 
 /** @param {import("./turns.js").Part} part @param {Actions} actions */
 async function replace(part, actions) {
@@ -131,13 +127,10 @@ async function replace(part, actions) {
   actions.change("replace", "edit", [body], "Replaced in memory.");
 }
 
+// Creates the control that compresses the whole memory. Policies other than full evict by themselves: they have none.
 /** @param {() => Memory} memory @param {Actions} actions */
 function compressControl(memory, actions) {
-  const heading = h("h3", {}, "Compress");
-  if (memory().policy !== "full") {
-    const hint = `This session's policy, ${memory().policy}, evicts by itself; sessions of policy full can be compressed.`;
-    return { elements: [heading, h("p", { class: "hint" }, hint)], update: () => {} };
-  }
+  if (memory().policy !== "full") return { elements: [], update: () => {} };
   const slider = h("input", { type: "range", id: "ratio", min: "1.5", max: "16", step: "0.5", value: "4" });
   const cost = h("p", { role: "status" });
   const update = () => {
@@ -150,6 +143,6 @@ function compressControl(memory, actions) {
     actions.change("compress", "compress", [{ ratio: Number(slider.value) }], "Compressed.");
   };
   const button = h("button", { onclick: run }, "Compress");
-  const elements = [heading, h("label", { for: "ratio" }, "Ratio"), slider, cost, button];
-  return { elements, update };
+  const parts = [h("label", { for: "ratio" }, "Ratio"), slider, cost, button];
+  return { elements: [h("details", { class: "compress" }, h("summary", {}, "Compress the whole memory"), parts)], update };
 }

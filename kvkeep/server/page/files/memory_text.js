@@ -1,7 +1,6 @@
 // What the memory beside the chat says, as sentences: values only, no elements.
 
-
-import { cellsOf, sharesOf, standingText } from "./turns.js";
+import { cellsOf, countOf, sharesOf, standingText } from "./turns.js";
 
 /** @param {number} value */
 const count = (value) => Math.round(value).toLocaleString("en-US");
@@ -25,23 +24,25 @@ export function heldText(memory, { start, end }) {
  */
 export function forgetText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
-  if (!cells) return "Not possible: nothing of it is in memory any more.";
   const size = memory.cells ? (cells / memory.cells) * memory.bytes : 0;
   return `Frees ${counted(cells, "cell")} (${bytes(size)}) and removes the text. What follows stays as it was computed with it.`;
 }
 
+/** @param {{role: string}[]} parts */
+const namesOf = (parts) => parts.map(({ role }) => role).join(" and ").replace(/^./, (letter) => letter.toUpperCase());
+
 /**
  * Returns what it would do to pin a turn.
- * @param {Memory} memory @param {{start: number, end: number}} turn
+ * @param {Memory} memory @param {import("./turns.js").Turn} turn
  */
-export function pinText(memory, { start, end }) {
+export function pinText(memory, { start, end, parts }) {
   const shares = sharesOf(memory, start, end);
   const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
   const cells = cellsOf(shares);
-  if (!cells) return "Not possible: nothing of it is in memory any more.";
+  const subject = parts.length > 1 ? `${namesOf(parts)} together: ` : "";
   const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
   const note = lost ? ` ${counted(lost, "token")} are forgotten already and cannot be pinned.` : "";
-  return `Takes nothing now. ${counted(cells, "cell")}${budget} are then never evicted.${note}`;
+  return `${subject}${counted(cells, "cell")}${budget} are never forgotten then.${note}`;
 }
 
 /**
@@ -49,7 +50,21 @@ export function pinText(memory, { start, end }) {
  * @param {Memory} memory @param {number} end of the text
  */
 export const replaceText = (memory, end) =>
-  `Evaluates the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
+  `Changes what the model remembers, and asks nothing. Reads the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
+
+/**
+ * Returns what a session holds, and what that takes.
+ * @param {Memory} memory @param {(bytes: number) => string} bytes
+ */
+export function sizeText(memory, bytes) {
+  const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
+  const lost = countOf(memory, "forgotten");
+  const forgotten = lost ? `, ${count(lost)} of them forgotten` : "";
+  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with branches and Undo` : "";
+  return `${counted(memory.tokens, "token")} in ${count(memory.cells)}${budget} cells${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
+}
+
+export const RESERVED_HINT = "Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";
 
 /**
  * Returns what a compression would leave.

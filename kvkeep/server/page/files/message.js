@@ -68,7 +68,7 @@ const folded = (summary, text, open) =>
 export function openTurn(question) {
   const content = h("div", { class: "content" });
   const progress = h("p", { class: "hint", role: "status" }, "Waiting...");
-  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content);
+  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, h("div", { class: "message-bar" })); // the bar has the place of the buttons to come
   const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question));
   const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
   let [reasoning, text] = ["", ""];

@@ -4,6 +4,7 @@ import { get, messageOf } from "./api.js";
 import { selectionBar, sessionButtons } from "./actions.js";
 import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
+import { sizeText } from "./memory_text.js";
 import { isPrompt, reuseText } from "./misses.js";
 import { fetchPieces } from "./pieces.js";
 import { Change } from "./session_change.js";
@@ -175,12 +176,9 @@ class SessionView {
 
 /** @param {Memory} memory */
 function factLine(memory) {
-  const budget = memory.max_kv_size ? ` of ${number(memory.max_kv_size)}` : "";
-  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} shared` : "";
   const tokensPerSecond = rate(memory.name);
   return [
-    `${number(memory.tokens)} tokens in ${number(memory.cells)}${budget} cells, ${memory.policy}. `,
-    `${bytes(memory.bytes)}${shared}. `,
+    `${sizeText(memory, bytes)} Policy ${memory.policy}. `,
     overwrittenParts(memory),
     memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
     memory.last_prompt && isPrompt(memory) ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",

@@ -3,6 +3,7 @@
 import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
 import { debounce, onOperation, rate } from "./live.js";
+import { RESERVED_HINT } from "./memory_text.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -18,7 +19,7 @@ export async function sessions(container, { signal, edits }) {
       fill(rows, data.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `${number(data.length)} sessions, ${bytes(held)} in memory (shared cells are counted in each session).`
+        ? `${number(data.length)} sessions, ${bytes(held)} reserved. ${RESERVED_HINT}`
         : "No sessions yet.";
     } catch (error) {
       showStatus(messageOf(error), true);
@@ -29,7 +30,7 @@ export async function sessions(container, { signal, edits }) {
     for (const cell of rows.querySelectorAll("[data-rate]")) cell.textContent = rateText(cell.dataset.rate);
   }, 1000);
   signal.addEventListener("abort", () => clearInterval(timer));
-  const names = ["Session", "Tokens", "Cells", "Bytes", "Tokens/s", "State"];
+  const names = ["Session", "Tokens", "Cells", "Reserved", "Tokens/s", "State"];
   fill(
     container,
     title("Sessions", PATH, edits ? h("button", { onclick: createSession }, "New session") : null),

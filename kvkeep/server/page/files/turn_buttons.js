@@ -17,7 +17,7 @@ export function turnButtons(chat, turn, part) {
   const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
   const isTurn = turn.label.startsWith("turn ");
   if (part === turn.parts[0] && turn.parts.length === 1 && part.role !== "answer") return [memoryButton];
-  if (part.role === "question" && isTurn) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask otherwise, in a branch")];
+  if (part.role === "question" && isTurn) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask the edited message in a branch")];
   if (part.role !== "answer") return [];
   const isLast = isTurn && turn === chat.turns.at(-1);
   return [

@@ -1,4 +1,4 @@
-// The whole context as a strip of turns, as wide as their cells and coloured by standing.
+// The whole context as a strip of turns, as wide as their cells; inside, each standing has the share of its tokens.
 
 import { fill, h, number } from "./dom.js";
 import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, standingText } from "./turns.js";
@@ -16,9 +16,10 @@ const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
  */
 export function turnStrip(onPoint, onSelect) {
   const bars = h("div", { class: "turn-bars", role: "group", "aria-label": "Memory by turn; arrow keys move, Enter selects" });
-  const free = h("span", { class: "free", title: "free cells" });
+  const free = h("span", { class: "free", title: "free cells", style: { flexGrow: "1" } });
   const residual = h("span", { class: "residual", role: "img" });
   const element = h("div", { class: "turn-strip" }, bars);
+  fill(bars, free);
 
   const buttons = () => /** @type {HTMLElement[]} */ ([...bars.querySelectorAll("button")]);
   const labelOf = (/** @type {Event} */ event) => /** @type {HTMLElement} */ (event.target).closest("button")?.dataset.turn || null;
@@ -84,7 +85,7 @@ function bar(memory, turn, total, reachable) {
   const checkpoints = checkpointsOf(memory, turn.start, turn.end);
   const after = checkpoints.length ? `, checkpoint after token ${checkpoints.map(({ at }) => number(at)).join(", ")}` : "";
   const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}${after}`;
-  const parts = shares.map(({ standing, cells: size }) => h("span", { class: standing, style: { flexGrow: String(size || 0.001) } }));
+  const parts = shares.map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
   const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
   const share = Math.max(NARROWEST, cells / total);
   const style = { flexGrow: String(share), minWidth: `max(5px, ${SHRUNK_TO * share}%)` };

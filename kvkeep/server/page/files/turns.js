@@ -146,13 +146,12 @@ export const countOf = (memory, standing) =>
 export const residualCells = (memory) => (memory.heads ? memory.residual_cells / memory.heads : 0);
 
 /**
- * Returns where the checkpoints of a turn are, as parts of its cells: 1 is its end.
+ * Returns where the checkpoints of a turn are, as parts of its tokens: 1 is its end.
  * @param {Memory} memory @param {number} start @param {number} end
  */
 export function checkpointsOf(memory, start, end) {
-  const cells = cellsOf(sharesOf(memory, start, end));
   const inside = memory.checkpoints.filter((at) => start < at && at <= end);
-  return inside.map((at) => ({ at, part: cells ? cellsOf(sharesOf(memory, start, at)) / cells : (at - start) / (end - start) }));
+  return inside.map((at) => ({ at, part: (at - start) / (end - start) }));
 }
 
 /**
@@ -190,7 +189,7 @@ export function canGoBackTo(memory, at) {
 }
 
 /**
- * Returns a turn's standing in words, such as "pinned", or "partly forgotten" if its tokens differ.
+ * Returns a turn's standing in words, such as "pinned", or "6 of 20 tokens forgotten" if its tokens differ.
  * @param {Share[]} shares
  */
 export function standingText(shares) {
@@ -200,7 +199,9 @@ export function standingText(shares) {
   const tokens = (name) => shares.filter(({ standing }) => standing === name).reduce((sum, share) => sum + share.tokens, 0);
   const all = shares.reduce((sum, share) => sum + share.tokens, 0);
   for (const name of ["forgotten", "compressed", "pinned"]) {
-    if (names.includes(name)) return tokens(name) > all * 0.9 ? name : `partly ${name}`;
+    if (!names.includes(name)) continue;
+    const isAlmostAll = name !== "forgotten" && tokens(name) > all * 0.9; // all but the template's own tokens
+    return isAlmostAll ? name : `${tokens(name).toLocaleString("en-US")} of ${all.toLocaleString("en-US")} tokens ${name}`;
   }
   return names.sort((a, b) => tokens(b) - tokens(a))[0];
 }
