@@ -128,11 +128,12 @@ async def icon() -> Response:
 
 @_page_router.get("/v1/page")
 async def page_settings(context: ContextDep) -> dict[str, Any]:
-    """Return the model's name, its default sampling, and whether the web UI may change sessions."""
+    """Return the model's name, the defaults of sessions, and whether the web UI may change them."""
     sampling = context.default_sampling
     return {
         "edits": context.service.allow_edit,
         "model": context.service.model_name,
+        "max_kv_size": context.engine.default_max_kv_size,
         "sampling": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

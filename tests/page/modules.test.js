@@ -10,6 +10,7 @@ const { answerText, compressText, forgetText, heldText, pinText, sizeText } = aw
 const { branchTitle, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
+const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { isUndoName } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
@@ -176,4 +177,14 @@ test("branches of a conversation have titles of their own", () => {
   assert.equal(branchTitle("Lakes", []), "Lakes (branch)");
   assert.equal(branchTitle("Lakes", ["Lakes", "Lakes (branch)"]), "Lakes (branch 2)");
   assert.equal(branchTitle("Lakes (branch 2)", ["Lakes (branch)", "Lakes (branch 2)"]), "Lakes (branch 3)");
+});
+
+test("a message is warned of if memory does not hold it, or forgets much for it", () => {
+  const room = (fields) => ({ policy: "sliding", max_kv_size: 512, cells: 400, ...fields });
+  assert.equal(sizeWarning(112, room()), "");
+  assert.equal(sizeWarning(120, room()), ""); // less than a quarter of the memory
+  assert.match(sizeWarning(200, room()), /^About 200 tokens: 88 of the oldest/);
+  assert.match(sizeWarning(1200, room()), /^About 1,200 tokens, but memory has 512 cells/);
+  assert.match(sizeWarning(113, room({ policy: "full" })), /only 112 of 512 cells are free: it does not fit/);
+  assert.equal(sizeWarning(9999, room({ max_kv_size: null })), "");
 });

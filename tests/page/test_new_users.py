@@ -191,3 +191,60 @@ def test_compression_is_not_spoken_of_where_there_is_none(
     page.goto("/#/chat/no-compression")
     expect(page.locator(".memory-panel")).to_contain_text("Select a turn")
     expect(page.locator(".memory-panel")).not_to_contain_text("ompress")
+
+
+def test_a_message_larger_than_the_memory_is_warned_of_before_it_is_sent(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "small-memory", policy="sliding", max_kv_size=64)
+    create(server, "full-memory", policy="full", max_kv_size=64)
+    warning = page.locator(".size-warning")
+    for name, words in (("small-memory", "will have forgotten"), ("full-memory", "does not fit")):
+        page.goto(f"/#/chat/{name}")
+        expect(page.locator("h1")).to_have_text(name)
+        expect(page.locator(".turn")).to_have_count(1)
+        page.locator("#words").fill("Ships sail on every sea. " * 40)
+        expect(warning).to_have_text(re.compile(rf"^About 2[0-9]{{2}} tokens.*{words}"))
+        page.locator("#words").fill("Short.")
+        expect(warning).to_be_empty()
+
+
+def test_a_stopped_answer_is_marked(page: Page, server: RunningServer) -> None:
+    """After a reload, and in a branch, until it is continued to its end."""
+    page.goto("/#/")
+    page.locator("#words").fill("Write a long story about a ship.")
+    page.locator("#words").press("Enter")
+    expect(page.locator(".open .markdown").first).to_be_visible()
+    page.keyboard.press("Escape")
+    mark = page.locator(".answer .standing")
+    expect(mark).to_have_text("Stopped before its end")
+    page.reload()
+    expect(mark).to_have_text("Stopped before its end")
+    page.get_by_role("button", name="Branch", exact=True).click()
+    expect(page.locator("h1")).to_contain_text("(branch)")
+    expect(mark).to_have_text("Stopped before its end")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_nothing_moves_when_an_answer_begins(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    """Nor when a new conversation gets its memory."""
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        page.goto("/#/")
+        expect(page.locator("h1")).to_have_text("New chat")
+        before = page.evaluate(_PLACES)
+        page.locator("#words").fill("Write a story.")
+        page.locator("#words").press("Enter")
+        expect(page.locator(".open .markdown").first).to_be_visible()
+        assert page.evaluate(_PLACES) == before
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".chat:not(.busy) .turn:not(.open)")).to_have_count(1)
+        assert page.evaluate(_PLACES) == before
+
+
+# Where the strip begins, and the buttons below the message box.
+_PLACES = """[".turn-strip", ".composer .main", ".composer .actions button"].map((selector) => {
+    const { left, top } = document.querySelector(selector).getBoundingClientRect();
+    return [left, top];
+})"""

@@ -121,6 +121,7 @@ interface Timings {
 interface PageSettings {
   model: string;
   edits: boolean;
+  max_kv_size?: number | null;
   sampling?: Record<string, number>;
 }
 

@@ -1,6 +1,7 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
 import { CHANGED } from "./session_change.js";
+import { endNote } from "./answer_end.js";
 import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
@@ -58,6 +59,7 @@ export class ChatView {
     this.frame = new ChatFrame(container, edits, {
       say: (text) => this.answers.say(text),
       stop: () => this.answers.stop(),
+      room: () => this.room,
       settings: () => this.exclusively(() => this.changes.changeSettings()),
       memory: {
         change: (...change) => this.changes.changeMemory(...change),
@@ -94,6 +96,12 @@ export class ChatView {
 
   get path() {
     return `/v1/sessions/${this.name}`;
+  }
+
+  // The memory that the next message has: for a new conversation, that of the settings.
+  get room() {
+    const { policy = "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
+    return this.memory || { policy, max_kv_size, cells: 0 };
   }
 
   /** @param {KeyboardEvent} event */
@@ -173,7 +181,7 @@ export class ChatView {
     this.frame.setTitle(titleOf(memory));
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
-    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), standingNote(memory, part)]));
+    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), endNote(memory.name, part), standingNote(memory, part)]));
     if (elements.length) fill(this.frame.log, elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns, this.answers.last);

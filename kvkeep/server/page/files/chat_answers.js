@@ -1,6 +1,7 @@
 // The answers of a conversation: sent messages, and what is generated for them, as it comes.
 
 import { changeError, changeHeaders } from "./session_change.js";
+import { keepEnd } from "./answer_end.js";
 import { get, messageOf, send, streamEvents } from "./api.js";
 import { keep, keptOf, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
@@ -17,6 +18,8 @@ export class ChatAnswers {
     this.chat = chat;
     /** @type {AbortController | null} */
     this.running = null; // while an answer is generated
+    /** @type {string | null} */
+    this.finishReason = null; // of the last answer, if it was not stopped
     /** @type {{timings: Timings, held: number} | null} */
     this.last = null;
     /** @type {number | null} */
@@ -96,12 +99,13 @@ export class ChatAnswers {
     }
     turn.finish();
     chat.frame.box.setStoppable(false);
-    const stoppedEarly = turn.isEmpty && this.running.signal.aborted;
+    const isStopped = this.running.signal.aborted;
+    const stoppedEarly = turn.isEmpty && isStopped;
     if (turn.isEmpty) onNothing();
     if (stoppedEarly) turn.note("Stopping...");
     this.running = null;
     if (chat.signal.aborted) return false;
-    await this.settle();
+    await this.settle(isStopped ? "stopped" : this.finishReason === "length" ? "length" : null);
     if (failure) showStatus(changeError(failure), true);
     conversationsChanged();
     return stoppedEarly;
@@ -109,6 +113,7 @@ export class ChatAnswers {
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
   async receive(body, turn, signal) {
+    this.finishReason = null;
     const memory = /** @type {Memory} */ (this.chat.memory);
     const [{ revision }, held] = [memory, memory.tokens - countOf(memory, "forgotten")];
     const options = { headers: changeHeaders(revision), signal };
@@ -118,19 +123,25 @@ export class ChatAnswers {
       else if (kind === "error") throw new Error(event.error.message);
       else if (kind === "done") {
         this.last = { timings: event.timings, held };
+        this.finishReason = event.finish_reason;
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
       }
     }
   }
 
-  // Loads the session once it is no longer busy with an answer that was stopped.
-  async settle() {
+  // Loads the session once it is no longer busy with an answer that was stopped. end: how the answer ended, null if the model ended it.
+  /** @param {import("./answer_end.js").End | null} end */
+  async settle(end) {
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (!this.chat.memory?.busy) break;
       await new Promise((resolve) => setTimeout(resolve, SETTLE_EVERY));
     }
-    if (this.chat.memory) await this.chat.draw();
+    const { memory, turns } = this.chat;
+    if (!memory) return;
+    const part = turns.at(-1)?.parts.at(-1);
+    if (part?.role === "answer") keepEnd(memory.name, part, end);
+    this.chat.draw();
   }
 }
 

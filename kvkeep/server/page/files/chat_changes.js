@@ -148,7 +148,8 @@ export class ChatChanges {
     const { name } = /** @type {Memory} */ (this.chat.memory);
     try {
       const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), title, ...body }, { headers });
-      keep(created.name, { sampling: keptOf(name).sampling, branchOf: name });
+      const { sampling, ends } = keptOf(name);
+      keep(created.name, { sampling, ends, branchOf: name });
       conversationsChanged();
       return /** @type {string} */ (created.name);
     } catch (error) {

@@ -11,6 +11,7 @@ import { turnStrip } from "./turn_strip.js";
  * @property {(text: string) => void} say
  * @property {() => void} stop
  * @property {() => void} settings
+ * @property {() => import("./message_size.js").Room} room  that the next message has
  * @property {import("./memory_panel.js").Actions} memory
  */
 
@@ -35,7 +36,7 @@ export class ChatFrame {
     this.heading = h("h1", {}, "New chat");
     this.origin = h("p", { class: "origin", hidden: true });
     this.buttons = h("div", { class: "actions" });
-    this.box = composer(handlers.say, handlers.stop, handlers.settings);
+    this.box = composer(handlers.say, handlers.stop, handlers.settings, handlers.room);
     this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
     this.panel = memoryPanel(edits ? handlers.memory : null);
     const close = h("button", { class: "small panel-close", "aria-label": "Close the memory panel", onclick: () => this.togglePanel(false) }, "×");

@@ -2,6 +2,7 @@
 
 import { h, fill, showStatus } from "./dom.js";
 import { withFiles } from "./message_parts.js";
+import { watchSize } from "./message_size.js";
 
 const MAX_FILE_BYTES = 2_000_000;
 
@@ -49,10 +50,18 @@ function attachments(onChange) {
 /**
  * Creates the message box.
  * @param {(text: string) => void} onSend @param {() => void} onStop @param {() => void} onSettings
+ * @param {() => import("./message_size.js").Room} room
  */
-export function composer(onSend, onStop, onSettings) {
+export function composer(onSend, onStop, onSettings, room) {
   const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message", title: "Enter sends, Shift+Enter starts a line" });
-  const attached = attachments(() => input.focus());
+  const warning = h("p", { class: "size-warning", role: "status" });
+  const measure = watchSize(room, (text) => (warning.textContent = text));
+  const measureAll = () => measure(withFiles(input.value, attached.files()));
+  const onFiles = () => {
+    input.focus();
+    measureAll();
+  };
+  const attached = attachments(onFiles);
   const sendButton = h("button", { class: "main" }, "Send");
   const stopButton = h("button", { type: "button", hidden: true, onclick: onStop }, "Stop");
   let busy = false;
@@ -69,9 +78,11 @@ export function composer(onSend, onStop, onSettings) {
     input.value = "";
     attached.clear();
     resize();
+    measureAll();
     onSend(text);
   };
   input.addEventListener("input", resize);
+  input.addEventListener("input", measureAll);
   input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
@@ -88,6 +99,7 @@ export function composer(onSend, onStop, onSettings) {
     h("label", { for: "words", class: "sr" }, "Message"),
     attached.chips,
     input,
+    warning,
     attached.picker,
     h(
       "div",
@@ -121,6 +133,7 @@ export function composer(onSend, onStop, onSettings) {
     restore(text) {
       if (!input.value) input.value = text;
       resize();
+      measureAll();
     },
   };
 }

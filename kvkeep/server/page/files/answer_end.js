@@ -1,0 +1,31 @@
+// How answers ended that the model did not end itself: this browser keeps it by what they said.
+
+import { h } from "./dom.js";
+import { keep, keptOf } from "./chat_settings.js";
+
+/** @typedef {import("./turns.js").Part} Part */
+/** @typedef {"stopped" | "length"} End */
+
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer of Settings" };
+
+// An answer of the same name that was generated again, or replaced, is another one.
+/** @param {Part} part */
+const signatureOf = ({ text }) => `${text.length} ${text.slice(-40)}`;
+
+/**
+ * Keeps how an answer ended.
+ * @param {string} name of its session @param {Part} part @param {End | null} end null if the model ended it
+ */
+export function keepEnd(name, part, end) {
+  const { [part.label]: _, ...others } = keptOf(name).ends || {};
+  keep(name, { ends: end ? { ...others, [part.label]: { end, signature: signatureOf(part) } } : others });
+}
+
+/**
+ * Creates the note that an answer was stopped or cut off; null if it was not.
+ * @param {string} name of its session @param {Part} part
+ */
+export function endNote(name, part) {
+  const kept = keptOf(name).ends?.[part.label];
+  return kept?.signature === signatureOf(part) ? h("span", { class: "standing" }, TEXTS[kept.end]) : null;
+}
