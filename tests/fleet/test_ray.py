@@ -215,6 +215,7 @@ def _servers(at: str) -> list[str]:
     raise AssertionError("all requests went to one server")
 
 
+@pytest.mark.slow  # two Ray clusters after one another
 def test_one_fleet_joins_an_existing_cluster(
     smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
