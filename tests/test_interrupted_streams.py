@@ -64,12 +64,21 @@ def test_withheld_text_is_emitted_before_a_model_error() -> None:
 
 
 @pytest.mark.parametrize("held_back", [True, False])
-@pytest.mark.parametrize("line", [0, 40, 150, 400])
-def test_text_of_every_token_is_emitted_before_an_interrupt(line: int, held_back: bool) -> None:
+@pytest.mark.parametrize("speculate", [True, False])
+def test_text_of_every_token_is_emitted_before_an_interrupt(
+    held_back: bool, speculate: bool
+) -> None:
+    """At every other line of a token, except between counting its text and yielding it."""
+    for line in range(held_back, 120, 2):
+        interrupt_at(line, held_back, speculate)
+
+
+def interrupt_at(line: int, held_back: bool, speculate: bool) -> None:
     session = MODEL.session(64)
     session.feed(PROMPT)
     how = doubtful(session, 8) if held_back else Sampling()
-    stream, since = session.stream(sampling=how, ignore_eos=True), [0]
+    stream = session.stream(sampling=how, ignore_eos=True, speculate=speculate)
+    since = [0]
 
     def act(_: int) -> None:
         if len(session.tokens) >= len(PROMPT) + 3:
@@ -77,7 +86,7 @@ def test_text_of_every_token_is_emitted_before_an_interrupt(line: int, held_back
             if since[0] == line + 1:
                 signal.raise_signal(signal.SIGINT)
 
-    with at_each_line(act):
+    with at_each_line(act, spared=("_complete_stream",)):
         found = pieces(stream, KeyboardInterrupt)
     assert found == text_of(session, len(PROMPT)) != ""
     assert session.finish_reason == "interrupt"

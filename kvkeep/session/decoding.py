@@ -1,8 +1,9 @@
 """Sampling tokens from a session, and streaming their text."""
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.speculation import Speculation, end_check, sample_runs
 from kvkeep.session.streaming import TextStream
+
+_Item = TypeVar("_Item")
 
 
 @computes_in_worker
@@ -61,10 +64,8 @@ def stream_text(
 
     An error is raised once the text of all tokens in the session was yielded.
     """
-    with closing(stream_pieces(core, max_tokens, sampling, end_ids, speculate)) as stream:
-        for pieces in stream:
-            if text := "".join(piece for piece in pieces if isinstance(piece, str)):
-                yield text
+    pieces = _stream_pieces(core, max_tokens, sampling, end_ids, speculate)
+    return _complete_stream(core, sampling, pieces, _text_of)
 
 
 def stream_pieces(
@@ -75,11 +76,30 @@ def stream_pieces(
     speculate: bool = False,
 ) -> Generator[list[str | int], None, None]:
     """Sample tokens as `stream_text`; yield their text with the ids of control tokens in it."""
+    pieces = _stream_pieces(core, max_tokens, sampling, end_ids, speculate)
+    return _complete_stream(core, sampling, pieces, list[str | int])
+
+
+def _complete_stream(
+    core: SessionCore,
+    sampling: Sampling,
+    stream: Generator[list[str | int], None, None],
+    converted: Callable[[list[str | int]], _Item | None],
+) -> Generator[_Item, None, None]:
+    """Yield converted pieces; before an error is raised, also those of all tokens in the session.
+
+    The last generator before the caller: an interrupt in another one after it would lose the text
+    on its way. There is no call between counting pieces and yielding them, so Ctrl-C, which Python
+    handles at calls and jumps, cannot come between the two. converted: None for no item.
+    """
     context_ids, core.finish_reason, yielded_length = core.memory.tokens, None, 0
     try:
-        for pieces in _stream_pieces(core, max_tokens, sampling, end_ids, speculate):
-            yielded_length += _length(pieces)
-            yield pieces
+        with closing(stream):
+            for pieces in stream:
+                length, item = _length(pieces), converted(pieces)
+                yielded_length += length
+                if item is not None:
+                    yield item
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -88,13 +108,19 @@ def stream_pieces(
         ids = core.memory.tokens[len(context_ids) :]
         all_pieces = [piece for token in ids for piece in text_stream.push_pieces(token)]
         all_pieces.append(text_stream.flush())
-        if not_yielded := _without_first(all_pieces, yielded_length):
+        rest = _without_first(all_pieces, yielded_length)
+        if rest and (item := converted(rest)) is not None:
             try:
-                yield not_yielded
+                yield item
             except GeneratorExit:
                 if isinstance(error, Exception):
                     raise  # the stream is closed; only an interrupt must not get lost
         raise
+
+
+def _text_of(pieces: Sequence[str | int]) -> str | None:
+    """Return the text of pieces, or None for no text."""
+    return "".join(piece for piece in pieces if isinstance(piece, str)) or None
 
 
 def _stream_pieces(
@@ -103,7 +129,7 @@ def _stream_pieces(
     sampling: Sampling,
     end_ids: tuple[int, ...],
     speculate: bool,
-) -> Iterator[list[str | int]]:
+) -> Generator[list[str | int], None, None]:
     """Yield pieces that are certain, and set the core's `finish_reason` at the end."""
     text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens)
     for tokens in _sampled_runs(core, max_tokens, sampling, end_ids, speculate):
