@@ -122,10 +122,11 @@ class GivenAnswer:
     complete = False
 
     def __init__(self, ids: Sequence[int]):
-        self._ids, self.logits = list(ids), list[Tensor]()
+        self._ids, self._count, self.logits = list(ids), len(ids), list[Tensor]()
 
     def masked(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits.clone())
+        # In their place: a draw behind a wrong draft is repeated.
+        self.logits[self._count - len(self._ids) :] = [logits.clone()]
         masked = torch.full_like(logits, -torch.inf)
         masked[self._ids[0]] = 0.0
         return masked
