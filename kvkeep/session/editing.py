@@ -68,14 +68,20 @@ def edit_tokens(
 def rewind(
     core: SessionCore, count: int, progress: Callable[[int], None] | None = None
 ) -> list[int]:
-    """Remove and return the last `count` tokens; see `SessionEdits.rewind`."""
-    is_clear, refilled = count == len(core.memory.tokens) > core.memory.num_rewindable, None
+    """Remove and return the last `count` tokens; see `SessionEdits.rewind`.
+
+    Raises InvalidArgument if `progress` changed the session.
+    """
+    tokens, refilled = core.memory.tokens, None
+    is_clear = count == len(tokens) > core.memory.num_rewindable
     if not is_clear:
         core.memory.require_rewind(count)
         step_size = min(core.prefill_step, REFILL_STEP_TOKENS)
         refilled = refilled_before(core.memory, count, step_size, progress)
     with session_transaction([core]) as (state,):
         memory = state.memory
+        if memory.tokens is not tokens:
+            raise InvalidArgument("the session was changed while its rewind evaluated tokens")
         if is_clear:
             removed = memory.clear()
         else:
