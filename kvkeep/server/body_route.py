@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-MAX_BYTES_AT_ONCE = 100_000  # of a body that is parsed without a thread: at most 50 ms
+MAX_BYTES_AT_ONCE = 100_000  # of a body that is parsed without a thread
 
 
 class BodyRoute(APIRoute):

@@ -130,7 +130,7 @@ def test_rewritten_text_of_users_becomes_no_control_token(codec: TextCodec, temp
 def test_control_tokens_that_a_template_writes_around_a_role_are_control_tokens(
     tmp_path: Path, codec: TextCodec
 ) -> None:
-    """As in templates of Phi-4 and GLM; the same text of a user stays text."""
+    """Phi-4 and GLM write "<|" + role + "|>"; the same text of a user stays text."""
     codec.tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
     codec.tokenizer.save(str(tmp_path / "tokenizer.json"))
     opened, template = (
