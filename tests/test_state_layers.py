@@ -194,15 +194,3 @@ def test_an_engine_answers_as_a_session_alone(model: Model) -> None:
         session = fed(model, list(request.prompt), policy="sliding", prefill_step=32)
         assert result.written == [session.next_token(Sampling()) for _ in range(12)]
     assert continued.reuse.tokens == len(results[0].tokens)
-
-
-def test_a_rewind_is_refused_if_the_session_changes_meanwhile(model: Model) -> None:
-    session = model.session()
-    for _ in range(3):
-        session.feed(list(range(1, 40)))
-    tokens = session.tokens
-
-    with pytest.raises(InvalidArgument, match="changed while"):
-        session.rewind(60, progress=lambda count: session.feed([7]) and None)
-    assert session.tokens[: len(tokens)] == tokens
-    assert set(session.tokens[len(tokens) :]) == {7}

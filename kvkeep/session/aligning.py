@@ -12,7 +12,7 @@ from kvkeep.session.alignment import (
     changed_ranges,
     plan_alignment,
 )
-from kvkeep.session.core import SessionCore, SessionState, session_transaction
+from kvkeep.session.core import SessionCore, SessionState, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.editing import prepare_edit
 from kvkeep.session.evaluation import evaluate_all, refill_overwritten
@@ -87,11 +87,12 @@ def _align_in_place(
     started: float,
     progress: Callable[[int], None] | None,
 ) -> AlignmentReport:
-    memory = core.memory.fork()
+    guard, memory = StateGuard(core), core.memory.fork()
     for count in _steps(memory, plan, core.prefill_step):
         if progress:
             progress(count)
     evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
+    guard.require_unchanged()
     with session_transaction([core]) as (state,):
         _replace_memory(state, memory, plan)
     counts = (plan.seams, plan.kept, plan.moved, plan.evaluated)
@@ -105,7 +106,7 @@ def _align_exactly(
     started: float,
     progress: Callable[[int], None] | None,
 ) -> AlignmentReport:
-    memory, tokens = core.memory, core.memory.tokens
+    guard, memory, tokens = StateGuard(core), core.memory, core.memory.tokens
     kept, end = common_length(tokens.array(), target[:-1]), len(tokens)
     core.state.check_first_prompt(len(target))
     if end - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
@@ -115,6 +116,7 @@ def _align_exactly(
     finish, num_evaluated = prepare_edit(
         *(memory, kept, end, target[kept:], "suffix", core.prefill_step, progress)
     )
+    guard.require_unchanged()
     with session_transaction([core]) as (state,):
         state.memory, _ = finish(state.memory)
         state.keep_first_prompt(len(target))

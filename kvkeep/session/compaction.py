@@ -32,7 +32,7 @@ from kvkeep.session.compression import (
     compress_memory,
     default_method_name,
 )
-from kvkeep.session.core import SessionCore
+from kvkeep.session.core import SessionCore, StateGuard
 from kvkeep.session.editing import Recompute, edit_tokens
 from kvkeep.session.memory import Memory
 from kvkeep.session.message_spans import SpanKind, newest_turn_start, spans_of_kind, system_end
@@ -139,7 +139,7 @@ def target_before(core: SessionCore, new_tokens: int, threshold: float) -> int |
 
 def compact_session(core: SessionCore, plan: CompactionPlan) -> CompactionReport:
     """Compact a session by a plan, in one transaction. See `Session.compact`."""
-    started, draft = time.perf_counter(), _draft_of(core)
+    started, guard, draft = time.perf_counter(), StateGuard(core), _draft_of(core)
     report = CompactionReport(plan.target, core.memory.cache.cells, core.memory.cache.cells)
     for step in plan.steps:
         if draft.memory.cache.cells <= plan.target:
@@ -153,6 +153,7 @@ def compact_session(core: SessionCore, plan: CompactionPlan) -> CompactionReport
         note = f"the target of {plan.target:,} was not reached"
         report = replace(report, notes=(*report.notes, note))
     if report.changed:
+        guard.require_unchanged()
         core.state = draft.state
     return replace(report, cells_after=cells, seconds=time.perf_counter() - started)
 

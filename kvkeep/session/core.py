@@ -1,6 +1,7 @@
 """The state of a session, and the parts that all operations on a session work with."""
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -162,6 +163,21 @@ class SessionCore:
         start, end = token_range
         serials = self.memory.serials[start:end]  # by which the cells of tokens are found
         return start < end and set(serials).isdisjoint(self.memory.cache.serials())
+
+
+class StateGuard:
+    """Refuses a long change of a session whose state has changed since the change began.
+
+    A `progress` callback may use the session, and what it does would be undone. Keeps no cells.
+    """
+
+    def __init__(self, core: SessionCore):
+        self._core, self._state = core, weakref.ref(core.state)
+
+    def require_unchanged(self) -> None:
+        """Raise InvalidArgument if the session has another state now."""
+        if self._core.state is not self._state():
+            raise InvalidArgument("`progress` changed the session, which is being changed")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.core import SessionCore, session_transaction
+from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import (
     REFILL_STEP_TOKENS,
@@ -50,12 +50,15 @@ def edit_tokens(
     """Put `ids` in place of tokens `start ... end - 1`, and return the report; see `SessionEdits`.
 
     span_name: of the span that is replaced. progress: see `prepare_edit`.
+    Raises InvalidArgument if `progress` changed the session.
     """
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
+    guard = StateGuard(core)
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(
         *(core.memory, start, end, ids, recompute, core.prefill_step, progress)
     )
+    guard.require_unchanged()
     with session_transaction([core]) as (state,):
         state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
@@ -72,16 +75,15 @@ def rewind(
 
     Raises InvalidArgument if `progress` changed the session.
     """
-    tokens, refilled = core.memory.tokens, None
-    is_clear = count == len(tokens) > core.memory.num_rewindable
+    guard, refilled = StateGuard(core), None
+    is_clear = count == len(core.memory.tokens) > core.memory.num_rewindable
     if not is_clear:
         core.memory.require_rewind(count)
         step_size = min(core.prefill_step, REFILL_STEP_TOKENS)
         refilled = refilled_before(core.memory, count, step_size, progress)
+    guard.require_unchanged()
     with session_transaction([core]) as (state,):
         memory = state.memory
-        if memory.tokens is not tokens:
-            raise InvalidArgument("the session was changed while its rewind evaluated tokens")
         if is_clear:
             removed = memory.clear()
         else:

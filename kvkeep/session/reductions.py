@@ -24,7 +24,7 @@ from kvkeep.session.compression import (
     compress_memory,
     default_method_name,
 )
-from kvkeep.session.core import SessionCore
+from kvkeep.session.core import SessionCore, StateGuard
 from kvkeep.session.editing import Recompute
 
 
@@ -78,7 +78,9 @@ class SessionReductions:
         plan = CompressionPlan(
             make_method(method), ratio, budget, core.model.text, recent, seed, statistics, progress
         )
+        guard = StateGuard(core)
         memory, report = compress_memory(core.memory, plan)
+        guard.require_unchanged()
         core.state = replace(core.state, memory=memory)
         trim_memory()
         return report
