@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,11 +17,19 @@ from kvkeep.runtime.signals import interrupts_deferred
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+# All but tabs and newlines.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def without_control(text: str) -> str:
+    """Return text without control characters, by which a file could take over a terminal."""
+    return _CONTROL_CHARACTERS.sub("", text)
+
 
 def say(text: str, end: str = "\n") -> None:
     """Print a message to standard error, unless it is closed."""
     try:
-        print(text, end=end, file=sys.stderr, flush=True)
+        print(without_control(text), end=end, file=sys.stderr, flush=True)
     except OSError:
         redirect_to_null(sys.stderr)
 
@@ -33,7 +42,11 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) -> None:
-    """Print rows of cells. right_aligned: indices of columns; the last one is never padded."""
+    """Print rows of cells, without control characters.
+
+    right_aligned: indices of columns; the last one is never padded.
+    """
+    rows = [[" ".join(without_control(cell).split("\n")) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *cells, last_cell in rows:
         padded = [
@@ -46,7 +59,7 @@ def echo_table(rows: Sequence[Sequence[str]], right_aligned: Collection[int]) ->
 def echo_facts(facts: Iterable[tuple[str, str]]) -> None:
     """Print names and values in two columns."""
     for name, value in facts:
-        click.echo(f"{name:<12} {value}")
+        click.echo(without_control(f"{name:<12} {value}"))
 
 
 def echo_json(value: object) -> None:

@@ -66,6 +66,20 @@ def test_list_continues_after_a_damaged_file(invoke, file) -> None:
     assert "24 of 24" in result.stdout
 
 
+def test_texts_of_a_file_do_not_control_the_terminal(invoke, file) -> None:
+    escape = "\x1b]0;owned\x07"
+    forged = replace(
+        Snapshot.load(file), model=f"tiny{escape}\x9b2J\nsecond line", rounded=f"int8{escape}"
+    )
+    forged.save(file.with_name("forged.kvkeep"))
+    for command in (["list"], ["show", "forged"], ["verify"], ["copy", "forged", "f", "--keep", 1]):
+        result = invoke("sessions", *command)
+        assert not set(result.stdout + result.stderr) & {"\x1b", "\x07", "\x9b"}, command
+    listed = invoke("sessions", "list").stdout.splitlines()
+    assert len(listed) == 3
+    assert "rounded: int8]0;owned" in listed[1]
+
+
 def test_without_sessions_the_list_is_empty(invoke, home) -> None:
     assert invoke("sessions", "list").stdout == ""
     assert invoke("sessions", "list", "--json").stdout == "[]\n"

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 
-from kvkeep.cli.output import TextPrinter, write_flushed
+from kvkeep.cli.output import TextPrinter, without_control, write_flushed
 from kvkeep.cli.terminal import suspension_count
 
-# Control characters, which a terminal could interpret.
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 _BLOCK_END = re.compile(r"\n[ \t]*\n(?=[^\s])")
 _REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block
@@ -32,7 +30,7 @@ class WrappingPrinter(TextPrinter):
 
     def _show(self, piece: str) -> None:
         output = list[str]()
-        for part in re.split(r"(\s)", _CONTROL_CHARACTERS.sub("", piece)):
+        for part in re.split(r"(\s)", without_control(piece)):
             if part.isspace():
                 output += [*self._pop_word(), self._add_space(part)]
             else:
@@ -86,7 +84,7 @@ class MarkdownPrinter(TextPrinter):
         self._terminal_width = self._suspension_count = 0  # when the preview was drawn
 
     def _show(self, piece: str) -> None:
-        self._text += _CONTROL_CHARACTERS.sub("", piece)
+        self._text += without_control(piece)
         *complete, self._text = _split_blocks(self._text)
         for block in complete:
             self._print_block(block)

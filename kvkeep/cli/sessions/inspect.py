@@ -11,7 +11,7 @@ import click
 
 from kvkeep.cli.model_options import SAVED_MODEL_OPTION, require_local
 from kvkeep.cli.options import JSON_OPTION, command, option
-from kvkeep.cli.output import echo_json, echo_table, format_mb, plural, say
+from kvkeep.cli.output import echo_json, echo_table, format_mb, plural, say, without_control
 from kvkeep.cli.session_file import UNREAD_KEY, checked_notes
 from kvkeep.cli.store import STORE_OPTION, complete_sessions, open_session_store
 from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
@@ -92,16 +92,17 @@ def show(
     file = _session_or_file(name, store)
     snapshot = Snapshot.load(file)
     for label, value in _description(file, snapshot):
-        click.echo(f"{label:<8} {value}")
+        click.echo(without_control(f"{label:<8} {value}"))
     click.echo()
     text_codec = _open_text_codec(file, snapshot, model)
     status = "compressed" if _compressed_cell_count(snapshot) else "forgotten"
     decode: Callable[[Sequence[int]], str] = text_codec.decode
+    shown = without_control if sys.stdout.isatty() else str
     for is_remembered, ids in _token_runs(snapshot):
         if is_remembered:
-            sys.stdout.write(decode(ids))
+            sys.stdout.write(shown(decode(ids)))
         else:
-            sys.stdout.write(_gap_mark(len(ids), status, decode(ids) if forgotten else None))
+            sys.stdout.write(_gap_mark(len(ids), status, shown(decode(ids)) if forgotten else None))
         decode = text_codec.decode_continuation
     click.echo()
 
@@ -190,7 +191,7 @@ def verify(names: tuple[str, ...], store: str | None = STORE_OPTION) -> None:
             if not names and not file.exists():
                 continue  # removed meanwhile
             failures += 1
-            click.echo(f"BAD  {name}: {error}")
+            click.echo(without_control(f"BAD  {name}: {error}"))
         else:
             contents = plural(len(snapshot.tokens), "token")
             if entries := snapshot.checkpoints.entries:
