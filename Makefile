@@ -74,8 +74,9 @@ test-oldest: install
 	  "transformers==$(OLDEST_TRANSFORMERS)" "huggingface-hub<2"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(AT_ONCE) tests/integrations
 
+# What runs before a release only; an hour or two.
 test-slow: install
-	$(BIN)/python -m pytest -m slow --hypothesis-profile=new
+	$(BIN)/python -m pytest $(AT_ONCE) -m slow --hypothesis-profile=new
 
 # The properties of `make test`, on examples that were never tried before.
 test-new: install

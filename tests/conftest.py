@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from tiers import EXTENDED, FIRST, has_tests_of, is_extended
+from tiers import BEFORE_RELEASES, EXTENDED, FIRST, IN_CI, has_tests_of, is_extended, is_slow
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
@@ -58,13 +58,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the second tier (`tests/tiers.py`)."""
+    """Mark the second and third tier (`tests/tiers.py`)."""
     folder = Path(__file__).parent
-    files = [name.partition("::")[0] for name in (*EXTENDED, *FIRST)]
+    files = [name.partition("::")[0] for name in (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI)]
     assert [name for name in files if not (folder / name).exists()] == []
     for item in items:
-        if is_extended(f"{item.path.relative_to(folder).as_posix()}::{item.name}"):
+        test = f"{item.path.relative_to(folder).as_posix()}::{item.name}"
+        if is_extended(test):
             item.add_marker(pytest.mark.extended)
+        if is_slow(test):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

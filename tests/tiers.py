@@ -1,12 +1,16 @@
-"""The second tier of tests: what `make test` leaves out and `make test-all` and CI run.
+"""The tiers of tests: `make test`, `make test-extended` (CI runs both), and `make test-slow`.
 
-Left out are tests that take long, or that need programs besides Python: folders, files, tests or
-single cases. Other tests carry `@pytest.mark.extended`. Whole models run on the best instruction
-set only in the first tier (`tests/compiled/conftest.py`), and a dozen of transformers'
-architectures (`tests/integrations/test_architectures.py`).
+The second tier is what `make test` leaves out: tests that take long, or that need programs besides
+Python; folders, files, tests or single cases. Other tests carry `@pytest.mark.extended`. Whole
+models run on the best instruction set only in the first tier (`tests/compiled/conftest.py`), and a
+dozen of transformers' architectures (`tests/integrations/test_architectures.py`).
 
 `FIRST` names tests of such files that `make test` runs nevertheless, as they cover code that no
 other quick test does.
+
+The third tier runs before releases: `BEFORE_RELEASES`, and tests with `@pytest.mark.slow`. They are
+long runs, more cases of tests of which CI runs some, and tests of benchmarks. CI is to take 40
+minutes on two cores with AVX2 alone, where most tests take twice as long.
 """
 
 from fnmatch import fnmatchcase
@@ -239,6 +243,10 @@ FIRST = (
     "test_state_layers.py::test_forks_and_snapshots_continue_to_the_bit*-full-*",
 )
 
+# Patterns of fnmatch, as in `FIRST`; `IN_CI` names those that run in CI nevertheless.
+BEFORE_RELEASES: tuple[str, ...] = ()
+IN_CI: tuple[str, ...] = ()
+
 
 FIRST_TIER, SECOND_TIER = "not slow and not extended", "extended and not slow"
 
@@ -260,4 +268,13 @@ def has_tests_of(expression: str, file: str, source: str) -> bool:
 
 def is_extended(test: str) -> bool:
     """Whether a test, as "folder/file.py::name[case]", is left out of the first tier."""
-    return test.startswith(EXTENDED) and not any(fnmatchcase(test, name) for name in FIRST)
+    return test.startswith(EXTENDED) and not _matches(test, FIRST)
+
+
+def is_slow(test: str) -> bool:
+    """Whether a test, as "folder/file.py::name[case]", runs before releases only."""
+    return _matches(test, BEFORE_RELEASES) and not _matches(test, (*FIRST, *IN_CI))
+
+
+def _matches(test: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(test, pattern) for pattern in patterns)
