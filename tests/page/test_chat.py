@@ -104,17 +104,36 @@ def test_a_conversation_has_a_system_prompt_and_settings(page: Page, client: htt
 
 def test_an_answer_is_generated_once_more_and_undone(page: Page, client: httpx.Client) -> None:
     name = start(page)
-    before = texts(client, name)
+    before, question = texts(client, name), spans(client, name)["turn 1 question"]
+    client.post(f"/v1/sessions/{name}/pin", json={"span": "turn 1 question"}).raise_for_status()
+    page.reload()
     settings(page, temperature="1.5", max_tokens="12")
     page.get_by_role("button", name="Regenerate").click()
     expect(page.get_by_role("button", name="Undo regenerate")).to_be_visible()
     expect(turns(page)).to_have_count(1)
+    expect(page.locator(".question")).to_have_count(1)
+    expect(page.locator(".answer .markdown")).to_have_count(1)
+    assert spans(client, name)["turn 1 question"] == question
+    assert "pinned" in standings(client, name)
     page.get_by_role("button", name="Undo regenerate").click()
     expect(page.locator("#status")).to_contain_text("Undone")
     expect(page.get_by_role("button", name="Undo regenerate")).to_have_count(0)
     assert texts(client, name) == before
     left = [entry["name"] for entry in client.get("/v1/sessions").json()["data"]]
     assert not [other for other in left if other.startswith("_undo")]
+
+
+def test_a_question_without_an_answer_is_answered(page: Page, client: httpx.Client) -> None:
+    name = start(page)
+    answer = spans(client, name)["turn 1 answer"]
+    count = len(texts(client, name)) - answer["start"]
+    client.post(f"/v1/sessions/{name}/rewind", json={"count": count}).raise_for_status()
+    page.reload()
+    expect(page.locator(".answer")).to_have_count(0)
+    page.get_by_role("button", name="Answer", exact=True).click()
+    expect(page.locator(".answer .markdown")).to_be_visible()
+    wait_until_idle(page)
+    assert spans(client, name)["turn 1 answer"]["start"] == answer["start"]
 
 
 def test_an_answer_is_continued(page: Page, client: httpx.Client) -> None:

@@ -76,7 +76,7 @@ export class ChatAnswers {
     if (stoppedEarly) showStatus(stoppedText((chat.memory?.tokens || 0) - memory.tokens));
   }
 
-  // Goes on with the newest answer, where it ended.
+  // Goes on with the newest answer where it ended, or begins it if there is none.
   async continueAnswer() {
     const { sampling } = keptOf(/** @type {string} */ (this.chat.name));
     const turn = openTurn(null);

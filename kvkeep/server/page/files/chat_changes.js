@@ -81,15 +81,14 @@ export class ChatChanges {
     showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.`, failure !== null);
   }
 
-  /** @param {Turn} turn */
-  async regenerate(turn) {
+  // Removes an answer, and has the question answered once more, which stays with its pins.
+  /** @param {Part} answer */
+  async regenerate(answer) {
     const memory = /** @type {Memory} */ (this.chat.memory);
-    const question = turn.parts.find(({ role }) => role === "question");
-    if (!question) return;
-    if (!canGoBackTo(memory, turn.start)) return showStatus(NO_WAY_BACK, true);
-    const count = memory.tokens - turn.start;
+    if (!canGoBackTo(memory, answer.start)) return showStatus(NO_WAY_BACK, true);
+    const count = memory.tokens - answer.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
-    if (await this.change("regenerate", rewind, "")) await this.chat.answers.takeTurn(question.text);
+    if (await this.change("regenerate", rewind, "")) await this.chat.answers.continueAnswer();
   }
 
   /** @param {Turn} turn @param {Part} question */

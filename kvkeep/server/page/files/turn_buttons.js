@@ -7,6 +7,17 @@ import { canGoBackTo } from "./turns.js";
 /** @typedef {import("./turns.js").Part} Part */
 
 /**
+ * Creates the buttons of a message, an answer excepted.
+ * @param {import("./chat.js").ChatView} chat @param {Turn} turn @param {Part} part
+ * @param {(label: string, run: () => Promise<any>, hint: string) => HTMLElement} button creates one
+ */
+function questionButtons(chat, turn, part, button) {
+  if (part.role !== "question" || !turn.label.startsWith("turn ")) return [];
+  if (turn.parts.length > 1) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask the edited message in a branch")];
+  return turn === chat.turns.at(-1) ? [button("Answer", () => chat.answers.continueAnswer(), "Generate an answer to this message")] : [];
+}
+
+/**
  * Creates the buttons of a part of a turn.
  * @param {import("./chat.js").ChatView} chat @param {Turn} turn @param {Part} part @returns {HTMLElement[]}
  */
@@ -16,12 +27,10 @@ export function turnButtons(chat, turn, part) {
   /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
   const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
   const isTurn = turn.label.startsWith("turn ");
-  if (part === turn.parts[0] && turn.parts.length === 1 && part.role !== "answer") return [memoryButton];
-  if (part.role === "question" && isTurn) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask the edited message in a branch")];
-  if (part.role !== "answer") return [];
   const isLast = isTurn && turn === chat.turns.at(-1);
+  if (part.role !== "answer") return [...questionButtons(chat, turn, part, button), ...(turn.parts.length === 1 ? [memoryButton] : [])];
   return [
-    isLast ? button("Regenerate", () => chat.changes.regenerate(turn), "Answer once more; the old answer can be restored by Undo") : null,
+    isLast ? button("Regenerate", () => chat.changes.regenerate(part), "Answer once more; the old answer can be restored by Undo") : null,
     isLast ? button("Continue", () => chat.answers.continueAnswer(), "Go on where the answer ended") : null,
     chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch from here", () => chat.changes.branch(turn.end)) : null,
     memoryButton,
