@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, forgetText, heldText, pinText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, compressText, forgetText, heldText, pinText, replaceText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
@@ -115,16 +115,18 @@ test("forks that are kept for undo are known by their names", () => {
 
 test("what a change would free or cost is said by the cells that are held", () => {
   const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
-  const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, runs });
+  const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
   const bytes = (count) => `${count} bytes`;
   assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens forgotten/);
-  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(500 bytes\)/);
+  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(200 bytes\)/);
   const parts = [{ role: "question" }, { role: "answer" }];
   assert.match(pinText(held, { start: 5, end: 15, parts }), /^Question and answer together: 5 cells of 100 .* 5 tokens are forgotten already/);
   assert.equal(pinText(held, { start: 5, end: 10, parts: [] }), "5 cells of 100 are never forgotten then.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "20 tokens in 10 of 100 cells, 10 of them forgotten. 1000 bytes reserved.");
   assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^20 tokens in 10 cells, .* reserved, 9 bytes of it shared/);
-  assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 750 bytes.");
+  assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 300 bytes.");
+  assert.match(replaceText(held, 15, true), /^Changes .* Reads the new text alone; .* 5 tokens after it/);
+  assert.match(replaceText(held, 15, false), /^Reads the new text alone/);
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
   assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
   assert.equal(answerText(timings, 20), "The last answer reused all 20 tokens in memory, read 3 new ones and wrote 1.");

@@ -24,6 +24,7 @@ def test_a_session_shows_its_states_and_checkpoints(client: httpx.Client) -> Non
     memory = client.get("/v1/sessions/a/memory").json()
     parts = memory["bytes_by_part"]
     assert memory["checkpoints"] == [128, 256, 384]
+    assert 0 < memory["cells"] * memory["cell_bytes"] <= parts["cells"]
     assert sum(parts.values()) == memory["bytes"]
     assert parts["checkpoints"] == 3 * parts["states"] > 0
     assert memory["rewind_evaluates"] == 399 - 384

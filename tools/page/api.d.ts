@@ -49,6 +49,7 @@ interface Memory {
   cells: number;
   max_kv_size: number | null;
   bytes: number;
+  cell_bytes: number;
   bytes_shared: number;
   bytes_by_part: Record<string, number>;
   parent: string | null;

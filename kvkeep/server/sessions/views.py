@@ -47,12 +47,13 @@ _QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are droppe
 async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     """Return runs of tokens: kept, pinned, window, grouped, compressed or forgotten.
 
-    `bytes_by_part` says what cells, windows of local layers, states and checkpoints take,
-    `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
+    `cell_bytes` is what one cell takes, and `bytes` what all take, with those that are reserved for
+    the next ones. `bytes_by_part` says what cells, windows of local layers, states and checkpoints
+    take, `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
     rewind by one token evaluates again. `residual_cells` are the cells, over all layers and KV
     heads, that stand for evicted ones; they belong to no token. `heads` is the number of KV heads
-    of all layers, each of which holds `cells`. `last_prompt` says what of the
-    session's last prompt was reused, moved or read again.
+    of all layers, each of which holds `cells`. `last_prompt` says what of the session's last prompt
+    was reused, moved or read again.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -115,6 +116,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     }
     return {
         **{field: entry[field] for field in _SESSION_FIELDS},
+        "cell_bytes": layout.cell_bytes,
         "bytes_shared": engine.shared_bytes(record),
         "bytes_by_part": {
             "cells": use.cells,

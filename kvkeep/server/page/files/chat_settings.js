@@ -47,12 +47,14 @@ export function drop(name) {
  */
 export const titleOf = ({ name, title }) => title || name;
 
+export const BRANCH_MARK = / \(branch( \d+)?\)$/; // at the end of a branch's title
+
 /**
  * Returns the title of a new branch of a conversation, which no other has.
  * @param {string} title of the conversation @param {Iterable<string>} taken
  */
 export function branchTitle(title, taken) {
-  const [own, others] = [title.replace(/ \(branch( \d+)?\)$/, ""), new Set(taken)];
+  const [own, others] = [title.replace(BRANCH_MARK, ""), new Set(taken)];
   let result = `${own} (branch)`;
   for (let number = 2; others.has(result); number += 1) result = `${own} (branch ${number})`;
   return result;

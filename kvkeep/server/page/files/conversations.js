@@ -1,7 +1,7 @@
 // The list of conversations at the left: search, open, rename, delete.
 
 import { ApiError, messageOf, send } from "./api.js";
-import { drop, keptOf, titleOf } from "./chat_settings.js";
+import { BRANCH_MARK, drop, keptOf, titleOf } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { fetchSessions, onSessions } from "./session_list.js";
@@ -118,7 +118,9 @@ function item(entry, depth, edits, reload) {
   const { name } = entry;
   const title = titleOf(entry);
   const state = entry.busy ? h("small", {}, " working") : null;
-  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, title, state);
+  const mark = BRANCH_MARK.exec(title)?.[0] || ""; // shown whole where the title is cut
+  const parts = [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
+  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, parts, state);
   const rename = async () => {
     const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200" }], "Rename");
     focusItem(name);

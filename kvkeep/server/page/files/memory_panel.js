@@ -106,7 +106,7 @@ function turnElements(memory, turn, actions) {
     heading,
     isPinned ? action("Unpin", "It may be forgotten again.", unpin) : held.length ? action("Pin", pinText(memory, turn), pin) : null,
     held.length ? action("Forget", forgetText(memory, turn, bytes), forget) : null,
-    replaceable.map((part) => action(`Replace ${part.role}`, replaceText(memory, part.end), () => replace(part, actions))),
+    replaceable.map((part, index) => action(`Replace ${part.role}`, replaceText(memory, part.end, !index), () => replace(part, actions))),
     canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];

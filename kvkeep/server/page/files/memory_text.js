@@ -24,8 +24,7 @@ export function heldText(memory, { start, end }) {
  */
 export function forgetText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
-  const size = memory.cells ? (cells / memory.cells) * memory.bytes : 0;
-  return `Frees ${counted(cells, "cell")} (${bytes(size)}) and removes the text. What follows stays as it was computed with it.`;
+  return `Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}) and removes the text. What follows stays as it was computed with it.`;
 }
 
 /** @param {{role: string}[]} parts */
@@ -47,10 +46,10 @@ export function pinText(memory, { start, end, parts }) {
 
 /**
  * Returns what it would do to replace a text with the rest as it is, or evaluated again.
- * @param {Memory} memory @param {number} end of the text
+ * @param {Memory} memory @param {number} end of the text @param {boolean} isFirst of those that can be replaced
  */
-export const replaceText = (memory, end) =>
-  `Changes what the model remembers, and asks nothing. Reads the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
+export const replaceText = (memory, end, isFirst) =>
+  `${isFirst ? "Changes what the model remembers, and asks nothing. " : ""}Reads the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
 
 /**
  * Returns what a session holds, and what that takes.
@@ -72,7 +71,7 @@ export const RESERVED_HINT = "Reserved is what cells take, with room for the nex
  */
 export function compressText(memory, ratio, bytes) {
   const left = memory.cells / ratio;
-  const freed = memory.bytes * (1 - 1 / ratio);
+  const freed = (memory.cells - left) * memory.cell_bytes;
   return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}.`;
 }
 
