@@ -1,5 +1,10 @@
-"""Every snippet of the README and of docs/ runs and prints the output that the page shows."""
+"""Every snippet of the README and of docs/ runs and prints the output that the page shows.
 
+CI runs those of the README, the quickstart and the tutorials, and requires of all others that what
+they name exists.
+"""
+
+import ast
 import importlib
 import json
 import re
@@ -44,6 +49,7 @@ INSTALLERS = (
         "source",
     ),
     "uv",
+    *("echo", "printf", "sed", "tail"),
 )
 SEA = "The sea is wide and the night is long. A light goes out, and another one comes on. " * 12
 
@@ -57,6 +63,30 @@ def snippets_of_kinds(*kinds: str, run: bool = True) -> Any:
 def pages_with(kind: str) -> Any:
     chosen = [page for page in PAGES if any(s.page == page and s.kind == kind for s in SNIPPETS)]
     return pytest.mark.parametrize("page", chosen, ids=lambda page: page.name)
+
+
+# What snippets name of other libraries.
+OTHERS = (
+    *("topics", "loads", "hexdigest", "reshape", "frombuffer", "astype", "from_bytes"),
+    *("from_pretrained", "return_tensors", "past_key_values", "max_new_tokens", "min_new_tokens"),
+    *("bfloat16", "cat", "no_grad", "equal", "topk"),
+)
+
+
+@pytest.fixture(scope="module")
+def known_names() -> set[str]:
+    """The functions, classes, parameters and attributes that kvkeep defines anywhere."""
+    names = {name for kind in (str, bytes, dict, list, set) for name in dir(kind)} | set(OTHERS)
+    for file in (ROOT / "kvkeep").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    names.add(name)
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    names.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    names.add(name)
+    return names
 
 
 @pytest.fixture
@@ -100,6 +130,22 @@ def test_python_snippets_run(
             exec(compile(code, str(page), "exec"), names)
         if snippet.kind == "output":
             require_output(snippet.text.splitlines(), (capsys.readouterr().out,), snippet.location)
+
+
+@snippets_of_kinds("python")
+def test_what_python_snippets_name_exists(snippet: Snippet, known_names: set[str]) -> None:
+    for node in ast.walk(ast.parse(snippet.text)):
+        match node:
+            case ast.Import(names=imported):
+                for each in imported:
+                    importlib.import_module(each.name)
+            case ast.ImportFrom(module=str(module), names=imported):
+                for each in imported:
+                    assert hasattr(importlib.import_module(module), each.name)
+            case ast.Attribute(value=ast.Name(id="kvkeep"), attr=name):
+                assert hasattr(kvkeep, name)
+            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                assert name in known_names
 
 
 @pytest.mark.parametrize(
@@ -151,14 +197,19 @@ def test_console_snippets_print_the_shown_output(
                 require_output(expected_lines, run(command, fails), snippet.location)
 
 
-@snippets_of_kinds("sh", "console", run=False)
-def test_commands_that_are_not_run_have_the_named_options(snippet: Snippet) -> None:
-    for command in (part for whole, _ in snippet.commands() for part in whole.split("|")):
-        words = shlex.split(command)
+@pytest.mark.parametrize(
+    "snippet", [s for s in SNIPPETS if s.kind in ("sh", "console")], ids=lambda s: s.location
+)
+def test_commands_have_the_named_options(snippet: Snippet) -> None:
+    for part in (part for whole, _ in snippet.commands() for part in whole.split("|")):
+        words = shlex.split(part)
         if words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
         elif words[0] == "kvkeep":
-            require_options(COMMANDS[words[1]].load(), words[2:])
+            command = COMMANDS[words[1]].load()
+            if isinstance(command, click.Group) and words[2:]:
+                command = command.get_command(click.Context(command), words[2]) or command
+            require_options(command, words[2:])
         elif words[:2] == ["python", "-m"] and words[2] not in ("build", "venv"):
             require_options(command_of_module(words[2]), words[3:])
         else:

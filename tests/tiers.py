@@ -244,8 +244,18 @@ FIRST = (
 )
 
 # Patterns of fnmatch, as in `FIRST`; `IN_CI` names those that run in CI nevertheless.
-BEFORE_RELEASES: tuple[str, ...] = ()
-IN_CI: tuple[str, ...] = ()
+BEFORE_RELEASES = (
+    # Snippets of pages besides the README, the quickstart and the tutorials.
+    "test_docs.py::test_python_snippets_run*",
+    "test_docs.py::test_shell_snippets_run*",
+    "test_docs.py::test_console_snippets_print_the_shown_output*",
+)
+IN_CI = (
+    "test_docs.py::test_*_snippets_*?README.md*",
+    "test_docs.py::test_*_snippets_*?quickstart.md*",
+    "test_docs.py::test_*_snippets_*?tutorial-*",
+    "test_docs.py::test_shell_snippets_run?save-resume.md:*",
+)
 
 
 FIRST_TIER, SECOND_TIER = "not slow and not extended", "extended and not slow"
