@@ -51,7 +51,7 @@ run: $(PRODUCT)
 AT_ONCE := -n auto --maxprocesses=8 --dist=worksteal
 
 # What every change needs, in minutes. `make test-all` is the rest, too: whole models on every
-# instruction set, all architectures of transformers, fleets on Ray, browsers, terminals, and
+# instruction set, more architectures of transformers, fleets on Ray, browsers, terminals, and
 # commands that are run as users run them.
 test: install
 	$(BIN)/python -m pytest $(AT_ONCE) -m 'not slow and not extended'
@@ -72,7 +72,7 @@ test-oldest: install
 	rm -rf $(OLDEST)
 	$(BIN)/pip install --quiet --no-deps --target $(OLDEST) \
 	  "transformers==$(OLDEST_TRANSFORMERS)" "huggingface-hub<2"
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(AT_ONCE) tests/integrations
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(AT_ONCE) -m 'not slow' tests/integrations
 
 # What runs before a release only; an hour or two.
 test-slow: install

@@ -1,4 +1,4 @@
-"""The default model, loaded by transformers and by kvkeep."""
+"""Models of transformers and kvkeep: the default model in bfloat16, a small one in float32."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +23,8 @@ def unpacked_folder(smollm2_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def loaded_fp32(unpacked_folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(unpacked_folder, dtype=torch.float32).eval()
+def loaded_fp32(tiny_folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +33,9 @@ def loaded_bf16(unpacked_folder: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def own_fp32(unpacked_folder: Path) -> Model:
+def own_fp32(tiny_folder: Path) -> Model:
     """The same weights in kvkeep's own forward."""
-    return load_model(str(unpacked_folder), dtype="float32")
+    return load_model(str(tiny_folder), dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -45,20 +45,20 @@ def own_bf16(unpacked_folder: Path) -> Model:
 
 @pytest.fixture
 def model(loaded_fp32: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model in float32, in which both implementations sample the same tokens."""
+    """A small model in float32, in which both implementations sample the same tokens."""
     yield loaded_fp32
     unhook(loaded_fp32)
 
 
 @pytest.fixture
 def bf16_model(loaded_bf16: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model in bfloat16, as users run it."""
+    """The default model in bfloat16, as users run it."""
     yield loaded_bf16
     unhook(loaded_bf16)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(unpacked_folder: Path):
-    tokenizer = AutoTokenizer.from_pretrained(unpacked_folder)
+def tokenizer(tiny_folder: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
     return tokenizer

@@ -12,7 +12,13 @@ import transformers
 from altered_snapshots import altered
 from module_hooks import hooked_modules
 from topics import topic_ids
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from benchmarks.architectures import small_model
 from kvkeep.errors import (
@@ -75,18 +81,19 @@ torch.save(torch.stack(steps), out)
 
 
 def test_another_process_continues_with_equal_bits(
-    bf16_model: PreTrainedModel, own_bf16: Model, unpacked_folder: Path, tmp_path: Path
+    tiny_folder: Path, own_fp32: Model, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    cache = KvkeepCache(bf16_model, 128, 4)
-    logits_of(bf16_model, cache, topic_ids(own_bf16)[:300])
+    loaded = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16).eval()
+    cache = KvkeepCache(loaded, 64, 4)
+    logits_of(loaded, cache, topic_ids(own_fp32)[:150])
     path, out = tmp_path / "cache.kvkeep", tmp_path / "out.pt"
     cache.snapshot().save(path)
-    args = [str(unpacked_folder), str(path), str(out), "1"]
+    args = [str(tiny_folder), str(path), str(out), "1"]
     subprocess.run(
         [sys.executable, "-c", CONTINUE_IN_ANOTHER_PROCESS, *args], check=True, timeout=600
     )
-    assert torch.equal(torch.load(out), greedy_logits(bf16_model, cache, 64))
+    assert torch.equal(torch.load(out), greedy_logits(loaded, cache, 64))
 
 
 def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -235,13 +242,13 @@ def test_other_policies_equal_kvkeeps_own_forward(
     assert (logits_of(model, cache, ids)[-1] - own.logits).abs().max() < 2e-2
 
 
-@pytest.mark.parametrize("steps", [[1200], [600, 1, 599], [1] * 300])
+@pytest.mark.parametrize("steps", [[400], [200, 1, 199], [1] * 100])
 def test_self_extend_beyond_its_window(steps: list[int]) -> None:
     """Cells leave the window in the steps that a forward is split into."""
     model, ids = small_model("llama"), random_ids(sum(steps))
     settings = {"policy": "self_extend", "group": 4, "window": 64}
-    cache, own = KvkeepCache(model, 1300, **settings), from_transformers(model)
-    session = own.session(1300, **settings)
+    cache, own = KvkeepCache(model, 500, **settings), from_transformers(model)
+    session = own.session(500, **settings)
     session.feed(ids)
     for count in steps:
         done = len(cache.tokens)
@@ -327,7 +334,7 @@ def test_a_failed_forward_is_rolled_back(model: PreTrainedModel) -> None:
 
     before = cache.tokens
     for more in ([7], random_ids(90)):
-        handle = model.model.layers[20].register_forward_pre_hook(fail)
+        handle = model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(ForwardError):
             logits_of(model, cache, more)
         handle.remove()
@@ -347,7 +354,7 @@ def test_system_exit_in_a_forward_is_rolled_back_at_the_next_use(
     def exit_process(*_: object) -> None:
         raise SystemExit
 
-    handle = model.model.layers[20].register_forward_pre_hook(exit_process)
+    handle = model.model.layers[1].register_forward_pre_hook(exit_process)
     with pytest.raises(SystemExit):
         logits_of(model, cache, [7])
     handle.remove()
@@ -363,7 +370,7 @@ def test_system_exit_in_a_forward_is_rolled_back_at_the_next_use(
 def test_ctrl_c_is_deferred_to_the_end_of_the_step(model: PreTrainedModel) -> None:
     cache, ids = KvkeepCache(model, 32, 4), random_ids(20)
     logits_of(model, cache, ids)
-    handle = model.model.layers[3].register_forward_pre_hook(
+    handle = model.model.layers[0].register_forward_pre_hook(
         lambda *_: signal.raise_signal(signal.SIGINT)
     )
     with pytest.raises(KeyboardInterrupt):

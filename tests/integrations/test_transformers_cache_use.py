@@ -116,7 +116,7 @@ def pickle_round_trip(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle_round_trip])
 def test_a_model_is_copied_with_its_hooks(
-    copy_of: Callable[[PreTrainedModel], PreTrainedModel], unpacked_folder, tokenizer
+    copy_of: Callable[[PreTrainedModel], PreTrainedModel], tokenizer
 ) -> None:
     """The copy is an independent model with caches of its own."""
     model = small_model("llama")

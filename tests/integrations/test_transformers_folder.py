@@ -17,8 +17,8 @@ from kvkeep.model_facts import model_facts
 
 
 @pytest.fixture(scope="module")
-def transformers_model(unpacked_folder: Path) -> Model:
-    return kvkeep.load_model(f"transformers:{unpacked_folder}", dtype="float32")
+def transformers_model(tiny_folder: Path) -> Model:
+    return kvkeep.load_model(f"transformers:{tiny_folder}", dtype="float32")
 
 
 def run_kvkeep(*args: str) -> subprocess.CompletedProcess[str]:
@@ -26,9 +26,9 @@ def run_kvkeep(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_command_line_generates_text(unpacked_folder: Path, tmp_path: Path) -> None:
+def test_command_line_generates_text(tiny_folder: Path, tmp_path: Path) -> None:
     options = ["--prompt", "The sea is", "--max-tokens", "12", "--temperature", "0"]
-    result = run_kvkeep("generate", "--model", f"transformers:{unpacked_folder}", *options)
+    result = run_kvkeep("generate", "--model", f"transformers:{tiny_folder}", *options)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert "cells" in result.stderr
@@ -80,9 +80,9 @@ def test_an_engine_serves_requests(transformers_model: Model) -> None:
 
 
 def test_scores_equal_those_of_kvkeeps_own_forward(
-    transformers_model: Model, unpacked_folder: Path
+    transformers_model: Model, tiny_folder: Path
 ) -> None:
-    own = kvkeep.load_model(str(unpacked_folder), dtype="float32")
+    own = kvkeep.load_model(str(tiny_folder), dtype="float32")
     text = "The quick brown fox jumps over the lazy dog. " * 3
     models = (transformers_model, own)
     scores, expected = (model.session(24, 2).score(text)[1:] for model in models)

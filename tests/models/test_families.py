@@ -534,15 +534,14 @@ def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family:
     whole.feed(TOKENS)
     assert (whole.logits - expected[-1]).abs().max() <= most
 
-    for cut in (1, 7):
-        stepwise = model.session(policy="full")
-        logits = []
-        for first in range(0, len(TOKENS), cut):
-            stepwise.feed(TOKENS[first : first + cut])
-            logits.append(stepwise.logits)
-        ends = [*range(cut - 1, len(TOKENS), cut)]
-        ends += [len(TOKENS) - 1] * (len(logits) - len(ends))
-        assert (torch.stack(logits) - expected[ends]).abs().max() <= most
+    stepwise, logits, ends = model.session(policy="full"), [], []
+    for count in [1] * 4 + [7] * 18 + [1] * 20:
+        first = ends[-1] if ends else 0
+        stepwise.feed(TOKENS[first : first + count])
+        logits.append(stepwise.logits)
+        ends.append(first + count)
+    assert ends[-1] == len(TOKENS)
+    assert (torch.stack(logits) - expected[[end - 1 for end in ends]]).abs().max() <= most
 
 
 @pytest.mark.extended
@@ -616,12 +615,13 @@ def test_bfloat16_streams_are_as_close_to_float32_as_transformers(
     decoder = Decoder(spec, decoder_tensors(spec, whole))
     model = Model("small", tmp_path, decoder, TextCodec.open(smollm2_folder))
     session, logits = model.session(policy="full"), []
-    for token in TOKENS:
+    tokens = TOKENS[:75]
+    for token in tokens:
         session.feed([token])
         logits.append(session.logits)
     with torch.no_grad():
-        rounded = reference.to(torch.bfloat16)(torch.tensor([TOKENS])).logits[0].float()
-        exact = reference.float()(torch.tensor([TOKENS])).logits[0]  # of the same, rounded weights
+        rounded = reference.to(torch.bfloat16)(torch.tensor([tokens])).logits[0].float()
+        exact = reference.float()(torch.tensor([tokens])).logits[0]  # of the same, rounded weights
     error = (torch.stack(logits) - exact).square().mean().sqrt()
     assert error <= 1.1 * (rounded - exact).square().mean().sqrt()
 
@@ -670,16 +670,18 @@ def test_bounded_logits_equal_the_naive_reference(
 ) -> None:
     write_checkpoint(tmp_path, family)
     model = open_model(tmp_path, TextCodec.open(smollm2_folder))
-    expected = streaming_logits(model.decoder, TOKENS, max_kv_size=48, keep=4, last=4)
-    for prefill_step in (1, 7, 512):
-        session = model.session(48, 4, prefill_step=prefill_step)
-        session.feed(TOKENS[:-3])
+    tokens, size = TOKENS[:76], 32
+    expected = streaming_logits(model.decoder, tokens, max_kv_size=size, keep=4, last=24)
+    for prefill_step, single in ((7, 24), (512, 3)):
+        session = model.session(size, 4, prefill_step=prefill_step)
+        session.feed(tokens[:-single])
         logits = [session.logits]
-        for token in TOKENS[-3:]:
+        for token in tokens[-single:]:
             session.feed([token])
             logits.append(session.logits)
-        assert session.cache.cells == 48
-        assert (torch.stack(logits) - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert session.cache.cells == size
+        errors = torch.stack(logits[1:]) - expected[-single:]
+        assert errors.abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_converted_model_equals_transformers_on_the_same_weights(
