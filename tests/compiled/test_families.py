@@ -1,7 +1,6 @@
 """Families that differ from Llama: the compiled decode step against torch and float32."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import transformers
 from compiled.test_decoding import SETTINGS, by_torch_of, forked, last, logits_of
 from packed_model import packed_model, routed_by_tokens, spec_of
 from sanitizers import SANITIZED
+from small_models import small_tokenizer
 
 from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import kernel_library
@@ -37,7 +37,7 @@ MIXTURES = [
     ("gated-sigmoid", 32),
 ]
 SIZES: dict[str, Any] = {
-    "vocab_size": 49152,
+    "vocab_size": 512,
     "hidden_size": 256,
     "intermediate_size": 480,
     "num_hidden_layers": 3,
@@ -145,12 +145,17 @@ MADE |= MADE_OF_EXPERTS
 # `compiled/test_decoding.py` has all settings.
 BY_TURNS = [SETTINGS[2]] if SANITIZED else [SETTINGS[0], SETTINGS[2], SETTINGS[4]]
 WIDTHS: tuple[MatrixBits | None, ...] = (None, 4)
-CASES = [
-    (*family, bits, BY_TURNS[(number + turn) % len(BY_TURNS)])
+CASES = [  # the other width before releases
+    pytest.param(
+        *family,
+        bits,
+        BY_TURNS[(number + turn) % len(BY_TURNS)],
+        marks=() if number % 2 == turn else pytest.mark.slow,
+    )
     for number, family in enumerate(KINDS + MIXTURES)
     for turn, bits in enumerate(WIDTHS)
 ]
-TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
+TOKENS = [(17 * i * i + 5 * i) % 256 for i in range(90)]
 
 
 @pytest.mark.parametrize(("family", "head_dim", "bits", "settings"), CASES, ids=str)
@@ -177,13 +182,13 @@ def test_a_group_gives_the_same_bits_as_each_session_alone(family: str, head_dim
 
     together, alone = made(), made()
     group = SessionGroup(together)
-    for _ in range(9):
+    for _ in range(4):
         assert group.next_tokens() == [session.next_token() for session in alone]
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(last(one), last(other))
 
 
-def written(folder: Path, kind: str, tokenizer: Path) -> Path:
+def written(folder: Path, kind: str) -> Path:
     """Write a random bfloat16 checkpoint with a tokenizer, of sizes that the kernels support."""
     name, changes = MADE[kind]
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
@@ -203,16 +208,15 @@ def written(folder: Path, kind: str, tokenizer: Path) -> Path:
         if kind in MADE_OF_EXPERTS:
             routed_by_tokens(model.state_dict(), 0.1)
     model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / file, folder)
+    small_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_checkpoint_decodes_as_near_to_float32_as_transformers_in_bfloat16(
-    kind: str, tmp_path: Path, smollm2_folder: Path
+    kind: str, tmp_path: Path
 ) -> None:
-    model = load_model(str(written(tmp_path / kind, kind, smollm2_folder)))
+    model = load_model(str(written(tmp_path / kind, kind)))
     assert isinstance(model.decoder.executor, CompiledExecutor)
     session, results = model.session(policy="full"), []
     for token in TOKENS:
@@ -230,10 +234,10 @@ def test_a_checkpoint_decodes_as_near_to_float32_as_transformers_in_bfloat16(
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_packed_rows_are_in_the_order_of_rotation(
-    weights: str, tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    folder = written(tmp_path / "glm4", "glm4", smollm2_folder)
+    folder = written(tmp_path / "glm4", "glm4")
     model = load_model(str(folder), weights=weights)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"):
         tensor = model.decoder.tensors[f"model.layers.1.{name}.weight"].float()

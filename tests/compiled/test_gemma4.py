@@ -35,11 +35,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 WIDTHS = (None, 8, 4)
-CASES = [  # each two of kind, width and settings
+CASES = [  # each two of kind and settings, and each two of kind and width
     (*KINDS[kind], WIDTHS[width], settings)
     for kind, width in itertools.product(range(3), range(3))
     for number, settings in enumerate(SETTINGS)
-    if (kind + width + number) % 2 == 0 and (number in (1, 2) or not SANITIZED)
+    if (kind + width + number) % 3 == 0 and (number in (1, 2) or not SANITIZED)
 ]
 
 
@@ -70,7 +70,7 @@ def test_a_group_gives_the_same_bits_as_each_session_alone(
     model = packed_model(spec_of(head_dim, family), 4)
     together, alone = (forked(fed(model, max_kv_size=100, kv_bits=kv_bits), 5) for _ in range(2))
     group = SessionGroup(together)
-    for _ in range(9):
+    for _ in range(4):
         assert group.next_tokens() == [session.next_token() for session in alone]
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(last(one), last(other))
@@ -84,8 +84,8 @@ def test_logits_are_the_same_on_any_number_of_threads(family: str, head_dim: int
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             # In steps that kernels alone multiply: the library may split long sums among threads.
-            options = {"max_kv_size": 60, "kv_bits": "8", "prefill_step": MAX_KERNEL_ROWS}
-            actual.append(logits_of(model, options, 9))
+            options = {"max_kv_size": 40, "kv_bits": "8", "prefill_step": MAX_KERNEL_ROWS}
+            actual.append(logits_of(model, options, 4))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(actual[0], actual[1])
@@ -116,8 +116,19 @@ def written_by(model: Model) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0, Type.BF16])
-@pytest.mark.parametrize("kind", ["gemma4", "gemma4-alone", "gemma4-experts"])
+# Others before releases.
+FILES = [("gemma4", Type.Q4_0), ("gemma4", Type.Q8_0), ("gemma4", Type.BF16)]
+FILES += [("gemma4-alone", Type.BF16), ("gemma4-experts", Type.Q4_0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        pytest.param(kind, stored, marks=() if (kind, stored) in FILES else pytest.mark.slow)
+        for kind in ("gemma4", "gemma4-alone", "gemma4-experts")
+        for stored in (Type.Q4_0, Type.Q8_0, Type.BF16)
+    ],
+)
 def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

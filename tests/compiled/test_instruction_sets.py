@@ -150,10 +150,11 @@ def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
     assert set(old_processor) == {"_cpu"}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument(name: str) -> None:
-    if runs_here(name):
-        pytest.skip("this processor runs the set")
+def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument() -> None:
+    lacking = [name for name in SETS if not runs_here(name)]
+    if not lacking:
+        pytest.skip("this processor runs all sets")
+    name = lacking[0]  # the tests above try all, without a process
     script = "from kvkeep.compiled.binding import kernel_library; kernel_library()"
     environment = {**os.environ, "KVKEEP_ISA": name}
     process = subprocess.run(
