@@ -237,7 +237,7 @@ FIRST = (
     "models/test_text_part.py::test_logits_equal_transformers?Qwen3_5-*",
     "server/test_response_compaction.py::test_a_response_compacts_its_conversation*",
     "server/test_schemas_and_tools.py::*?chat-hermes?",
-    "server/test_schemas_and_tools.py::*?hermes?",
+    "server/test_schemas_and_tools.py::*?hermes-chat?",
     "shared/test_prefixes.py::*?folder?",
     "shared/test_sessions.py::*?folder?",
     "test_state_layers.py::test_forks_and_snapshots_continue_to_the_bit*-full-*",

@@ -1,15 +1,16 @@
 """The parts of an answer that each API gives, streamed or whole."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
+import pytest
 
 from kvkeep.chat import anthropic_messages, ollama_chat, openai_chat, openai_responses
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output_format import FORMATS
-from tests.chat.written_answers import Form
+from tests.chat.written_answers import FORMS, Form
 
 Part = tuple[str, Any]  # kind, and a text or (name, arguments)
 Schema = Mapping[str, Any] | None
@@ -180,3 +181,26 @@ APIS: dict[str, Callable[..., list[Part]]] = {
     "messages": ask_messages,
     "ollama": ask_ollama,
 }
+
+# Forms that differ in how they go through an API: with and without channels, with bare JSON, and
+# with other markers of reasoning and of calls. `test_output_reader.py` reads all forms.
+_IN_CI = {
+    ("hermes", "chat"),
+    ("llama3", "responses"),
+    ("mistral", "messages"),
+    ("gemma4", "ollama"),
+    ("deepseek", "messages"),
+    ("harmony", "responses"),
+    ("harmony", "chat"),
+}
+
+
+def form_cases(names: Iterable[str]) -> list[Any]:
+    """Return all pairs of a form and an API; most run before releases only."""
+    pairs = [(name, api) for name in names for api in APIS]
+    return [pytest.param(*x, marks=() if x in _IN_CI else pytest.mark.slow) for x in pairs]
+
+
+def streams(name: str, api: str, number: int) -> bool:
+    """Whether an answer is streamed: by turns, for forms, APIs and answers."""
+    return bool((list(FORMS).index(name) + list(APIS).index(api) + number) % 2)

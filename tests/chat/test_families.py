@@ -15,7 +15,7 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.output_format import FORMATS
-from tests.chat.api_answers import APIS, Part, write
+from tests.chat.api_answers import APIS, Part, form_cases, streams, write
 from tests.chat.written_answers import FORMS
 from tests.scripted_model import ScriptedEngine, family_model
 from tests.server.conftest import serving
@@ -52,8 +52,10 @@ QUESTION = Message("user", (TextPart("How is the weather?"),))
 _MARKER = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_every_api_gives_the_parts_that_a_family_writes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "api"), form_cases(FORMS))
+def test_every_api_gives_the_parts_that_a_family_writes(
+    name: str, api: str, tmp_path: Path
+) -> None:
     form = FORMS[name]
     markers = FORMATS[form.output_format].markers
     control_texts = [marker for marker in markers if _MARKER.fullmatch(marker)]
@@ -81,11 +83,9 @@ def test_every_api_gives_the_parts_that_a_family_writes(name: str, tmp_path: Pat
     answers: list[str] = []
     engine = ScriptedEngine(model, lambda prompt: answers.pop(0), settings={"max_kv_size": 4096})
     with serving(engine) as server, server.client() as client:
-        for api, ask in enumerate(APIS.values()):
-            for turn, (messages, parts) in enumerate(
-                (([QUESTION], first), ([QUESTION, *results], last))
-            ):
-                stream = bool((list(FORMS).index(name) + api + turn) % 2)  # by turns
-                answers.append(write(form, parts))
-                chat = Chat(tuple(messages), (WEATHER,))
-                assert ask(client, chat, stream) == parts, (ask, stream)
+        for turn, (messages, parts) in enumerate(
+            (([QUESTION], first), ([QUESTION, *results], last))
+        ):
+            answers.append(write(form, parts))
+            chat = Chat(tuple(messages), (WEATHER,))
+            assert APIS[api](client, chat, streams(name, api, turn)) == parts

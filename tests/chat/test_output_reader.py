@@ -266,7 +266,7 @@ def check_written(name: str, tokens: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_an_answer_in_any_form_is_read_as_it_was_written(
     name: str, tokens: bool, data: st.DataObject
@@ -274,7 +274,7 @@ def test_an_answer_in_any_form_is_read_as_it_was_written(
     check_written(name, tokens, data)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -329,13 +329,13 @@ def check_garbage(name: str, tokens: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
     check_garbage(name, tokens, data)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 @settings(max_examples=40)
 @given(data=st.data())

@@ -271,7 +271,10 @@ def test_an_acknowledged_save_survives_a_kill_to_the_bit(tmp_path: Path, moment:
 
 
 @pytest.mark.extended
-def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(
+    tmp_path: Path, every: int
+) -> None:
     """It continues to the bit; no other session is there in part."""
     session = MODEL.session(**SETTINGS)
     session.feed(text(0, 40))
@@ -290,12 +293,13 @@ def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(tmp_path: P
                 assert held == expected[: len(held)]
                 if len(held) > 40:
                     assert write(engine, name, 5) == expected[len(held) : len(held) + 5]
-        moment += 1
+        moment += every
     assert moment > 40
 
 
 @pytest.mark.extended
-def test_a_compaction_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_compaction_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path, every: int) -> None:
     """The session is as it was before or after one of its compactions, and continues to the bit."""
     session = MODEL.session(**{**SETTINGS, **COMPACTED})
     session.feed(text(0, 200))
@@ -320,7 +324,7 @@ def test_a_compaction_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) 
                 assert held >= acknowledged.get(name, 0)
                 assert write(engine, name, 5) == saved[held]
                 assert held == 203 or name == "a"
-        moment += 1
+        moment += every
     assert moment > 15
 
 

@@ -92,15 +92,12 @@ def both(client: openai.OpenAI, **params: Any) -> dict[str, Any]:
     return whole
 
 
-QUICK_FORMS = ("qwen3-coder", "llama3", "mistral", "gemma4", "harmony")
+QUICK_FORMS = ("qwen3-coder", "llama3", "gemma4", "harmony")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in QUICK_FORMS else pytest.mark.extended)
-        for name in FORMS
-    ],
+    [pytest.param(name, marks=() if name in QUICK_FORMS else pytest.mark.slow) for name in FORMS],
 )
 def test_every_form_of_answers_is_read(
     writer: openai.OpenAI, scripted: ScriptedServer, name: str

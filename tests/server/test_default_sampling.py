@@ -14,7 +14,7 @@ from kvkeep.model import Model
 
 PROMPT = "Describe a village by the sea."
 MESSAGES = [{"role": "user", "content": PROMPT}]
-SEED, LENGTH = 5, 24
+SEED, LENGTH = 5, 12
 names = (f"defaults-{number}" for number in count())
 
 
@@ -88,7 +88,8 @@ def test_the_defaults_are_the_models(
 def test_no_default_is_greedy(server: RunningServer, request_text: Callable[..., str]) -> None:
     with server.client() as client:
         # A text may be empty: one in six ends at once.
-        assert len({request_text(client) for _ in range(8)}) > 1
+        first = request_text(client)
+        assert any(request_text(client) != first for _ in range(7))
         assert len({request_text(client, temperature=0) for _ in range(2)}) == 1
 
 

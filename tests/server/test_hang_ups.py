@@ -3,13 +3,16 @@
 import json
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvkeep.engine import SessionRecord
-from tests.server.conftest import RunningServer
+from kvkeep.model import Model
+from tests.scripted_model import model_with_text_of
+from tests.server.conftest import RunningServer, running_server
 
 NUM_WORDS = 1500
 BODIES: dict[str, str] = {
@@ -19,6 +22,24 @@ BODIES: dict[str, str] = {
     "/v1/responses": "max_output_tokens",
     "/completion": "n_predict",
 }
+
+
+@pytest.fixture(scope="module")
+def slow_server(
+    smollm2: Model, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """Run a server over a small model that waits in each step, so a client can hang up."""
+    model = model_with_text_of(tmp_path_factory.mktemp("model"), smollm2.text.folder)
+    forward = model.decoder.forward
+
+    def slow_forward(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return forward(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.decoder, "forward", slow_forward)
+        with running_server(model, tmp_path_factory.mktemp("server")) as running:
+            yield running
 
 
 def body(path: str, first_word: str, **fields: Any) -> dict[str, Any]:
@@ -57,9 +78,15 @@ def wait_until(condition: Any) -> Any:
 @pytest.mark.extended
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "which",
+    ["slow_server", pytest.param("server", marks=pytest.mark.slow)],
+    ids=["small", "default"],
+)
 def test_the_next_prompt_reuses_what_was_prefilled(
-    server: RunningServer, path: str, stream: bool
+    request: pytest.FixtureRequest, which: str, path: str, stream: bool
 ) -> None:
+    server: RunningServer = request.getfixturevalue(which)
     engine, fields = server.service.engine, body(path, f"{path} {stream}", stream=stream)
     connection = send_request(server, path, fields)
 

@@ -15,8 +15,8 @@ from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 
 KEYS = ("one-key-of-sixteen", "two-key-of-sixteen")
-CONVERSATIONS, TURNS = 32, 2
-SHARED = "You answer in a few words. " * 20
+CONVERSATIONS, TURNS = 10, 2
+SHARED = "You answer in a few words. " * 8
 
 
 def marker(number: int) -> str:
@@ -83,9 +83,9 @@ async def converse_concurrently(
 def test_concurrent_conversations_do_not_leak_into_each_other(
     smollm2: Model, tmp_path: Path
 ) -> None:
-    """Memory holds a few dozen conversations, so sessions are evicted and forked constantly."""
+    """Memory holds a few conversations, so sessions are evicted and forked constantly."""
     cell = smollm2.session(64).cache.layout.cell_bytes
-    limits = Limits(memory=20 * 500 * cell)
+    limits = Limits(memory=6 * 500 * cell)
     with running_server(smollm2, tmp_path, ApiKeys(KEYS), limits) as server:
         engine = server.service.engine
         results = asyncio.run(converse_concurrently(server, 0, CONVERSATIONS))
@@ -98,6 +98,6 @@ def test_concurrent_conversations_do_not_leak_into_each_other(
         assert engine.totals().result().nbytes <= limits.memory
         gc.collect()
         before = psutil.Process().memory_info().rss
-        asyncio.run(converse_concurrently(server, 1000, 16))
+        asyncio.run(converse_concurrently(server, 1000, 5))
         gc.collect()
         assert psutil.Process().memory_info().rss - before < 150_000_000

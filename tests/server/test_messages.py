@@ -351,7 +351,7 @@ def test_thinking_text_and_calls_are_blocks(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("mistral", "harmony") else pytest.mark.extended)
+        pytest.param(name, marks=() if name in ("mistral", "harmony") else pytest.mark.slow)
         for name in FORMS
     ],
 )

@@ -2,12 +2,13 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from server.conftest import RunningServer
+from server.conftest import RunningServer, running_server
 
 from kvkeep.model import Model
 
@@ -183,12 +184,16 @@ def test_json_schema_and_required_tool_are_followed(client: openai.OpenAI) -> No
 
 
 @pytest.mark.extended
-def test_truncation_disabled_refuses_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
-    long = "word " * 3000
-    with pytest.raises(openai.BadRequestError) as refused:
-        create(client, long, truncation="disabled")
-    assert refused.value.body["n_ctx"] == 2048  # type: ignore[index]
-    assert create(client, long, truncation="auto").output
+def test_truncation_disabled_refuses_a_prompt_that_does_not_fit(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    long = "word " * 200
+    with running_server(smollm2, tmp_path, settings={"max_kv_size": 128}) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(client, long, truncation="disabled")
+        assert refused.value.body["n_ctx"] == 128  # type: ignore[index]
+        assert create(client, long, truncation="auto").output
 
 
 def test_cancelling_or_disconnecting_ends_the_generation(

@@ -14,7 +14,7 @@ import pytest
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool
 from kvkeep.chat.output_format import FORMATS
 from kvkeep.server.grammar import Grammar
-from tests.chat.api_answers import APIS
+from tests.chat.api_answers import APIS, form_cases, streams
 from tests.chat.test_families import SIGNS
 from tests.chat.written_answers import FORMS
 from tests.scripted_model import ScriptedEngine, family_model
@@ -32,8 +32,17 @@ PERSON = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("output_format", ["hermes", "llama3", "mistral", "qwen3-coder"])
-@pytest.mark.parametrize("api", APIS)
+FORMATS_OF_APIS = dict(zip(APIS, ("hermes", "llama3", "mistral", "qwen3-coder"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("api", "output_format"),
+    [
+        pytest.param(api, name, marks=() if FORMATS_OF_APIS[api] == name else pytest.mark.slow)
+        for api in APIS
+        for name in FORMATS_OF_APIS.values()
+    ],
+)
 def test_a_call_inside_of_the_schemas_json_is_text(
     scripted: ScriptedServer, api: str, output_format: str
 ) -> None:
@@ -64,14 +73,14 @@ REASONING = ("reasoning", "Hm, weather.")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
+    ("name", "api"),
+    form_cases(
         name
         for name in FORMS
         if name not in ("mistral list", "mistral id", "harmony recipient", "deepseek fenced")
-    ],
+    ),
 )
-def test_the_answer_is_calls_or_json_by_the_schema(name: str, tmp_path: Path) -> None:
+def test_the_answer_is_calls_or_json_by_the_schema(name: str, api: str, tmp_path: Path) -> None:
     """The grammar allows both in each form, and every API gives them as what they are."""
     form = FORMS[name]
     is_harmony = form.output_format == "harmony"
@@ -92,11 +101,10 @@ def test_the_answer_is_calls_or_json_by_the_schema(name: str, tmp_path: Path) ->
     options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
     engine = ScriptedEngine(model, lambda prompt: answers.pop(0), **options)
     with serving(engine) as server, server.client() as client:
-        for api, ask in enumerate(APIS.values()):
-            for number, (text, parts) in enumerate(cases):
-                stream = bool((list(FORMS).index(name) + api + number) % 2)  # by turns
-                answers.append(text.replace("\x00", ""))
-                assert ask(client, QUESTION, stream, PERSON) == parts, (ask, stream)
+        for number, (text, parts) in enumerate(cases):
+            stream = streams(name, api, number)
+            answers.append(text.replace("\x00", ""))
+            assert APIS[api](client, QUESTION, stream, PERSON) == parts, stream
 
 
 def test_a_forced_call_in_channels_has_its_header(tmp_path: Path) -> None:
