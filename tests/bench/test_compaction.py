@@ -17,7 +17,7 @@ def test_each_kind_of_session_passes_its_threshold(
 
     monkeypatch.setattr("benchmarks.compaction._half_in_new_process", run_here)
     out = tmp_path / "result.json"
-    arguments = ["--model", tiny_folder, "--max-kv-size", 2048, "--compactions", 2, "--facts", 2]
+    arguments = ["--model", tiny_folder, "--max-kv-size", 1024, "--compactions", 2, "--facts", 2]
     command = [*map(str, arguments), "--seeds", "1", "--out", str(out)]
     result = CliRunner().invoke(compaction, command)
     assert result.exit_code == 0, result.output
@@ -25,5 +25,5 @@ def test_each_kind_of_session_passes_its_threshold(
     assert [reading["facts_in"] for reading in readings] == ["user", "user", "result", "result"]
     for reading in readings:
         assert reading["compactions"] == 2
-        assert reading["max_cells"] <= 2048
+        assert reading["max_cells"] <= 1024
         assert reading["fork_is_intact"]
