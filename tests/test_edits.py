@@ -110,7 +110,7 @@ def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=30, suppress_health_check=TMP)
+@settings(max_examples=10, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, ALTUP_MODEL), actions=ACTIONS)
 def test_a_session_with_several_residual_streams_equals_the_naive_memory(
     setting, actions, tmp_path
@@ -153,7 +153,7 @@ def assert_bit_equal(a: Session, b: Session, actions: list[Action]) -> None:
 EITHER = st.one_of(settings_of(POLICIES), settings_of(POLICIES, LOCAL_MODEL))
 
 
-@settings(max_examples=80, suppress_health_check=TMP)
+@settings(max_examples=25, suppress_health_check=TMP)
 @given(setting=EITHER, actions=ACTIONS, more=ACTIONS, forked=st.booleans())
 def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tmp_path) -> None:
     session = setting.pair().session
@@ -175,7 +175,7 @@ def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Act
     assert_bit_equal(sliding, shift, actions)
 
 
-@settings(max_examples=80)
+@settings(max_examples=25)
 @given(EITHER, ACTIONS, ACTIONS)
 def test_what_a_fork_does_the_other_does_not_see(
     setting: Setting, actions: list[Action], more: list[Action]

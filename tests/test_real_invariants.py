@@ -19,7 +19,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 
 QUICK = settings(
-    max_examples=4,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

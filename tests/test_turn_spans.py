@@ -92,7 +92,7 @@ def test_spans_are_what_was_said_and_can_be_replaced(chat: tuple[Model, str, boo
     """Replacing one by its name gives the tokens of a chat in which that was said."""
     (model, name, strips), chance = chat, random.Random(7)
     answer = " Fine" if name == "mistral" else "Fine"
-    for _ in range(8):
+    for _ in range(3):
         system = drawn(chance) if chance.random() < 0.5 and name != "mistral" else None
         questions = [drawn(chance) for _ in range(3)]
         session = talked(model, system, questions, answer)

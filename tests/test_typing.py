@@ -30,30 +30,32 @@ BAD = [
 ]
 
 
-def run_mypy(folder: Path, text: str) -> tuple[int, str]:
-    file = folder / "uses.py"
-    file.write_text(text)
+def run_mypy(folder: Path, **texts: str) -> list[str]:
+    """The lines that mypy prints of files with these texts, checked in one run."""
+    files = [folder / f"{name}.py" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
     # The same settings and cache as for kvkeep itself, so that its results are reused.
     options = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(CACHE))
     process = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(file)],
+        [sys.executable, "-m", "mypy", *options, *map(str, files)],
         env=os.environ | {"MYPYPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
         cwd=folder,
     )
-    return process.returncode, process.stdout
+    return process.stdout.splitlines()
 
 
 def test_invalid_literal_arguments_are_type_errors(tmp_path: Path) -> None:
-    status, output = run_mypy(tmp_path, GOOD)
-    assert status == 0, output
-    assert 'Revealed type is "int"' in output.replace("builtins.", "")
     lines = "\n".join(BAD)
-    _, output = run_mypy(tmp_path, f"import kvkeep\n{lines}\n")
-    lines_with_errors = {
-        int(line.split(":")[1]) for line in output.splitlines() if ": error:" in line
-    }
+    output = run_mypy(tmp_path, good=GOOD, bad=f"import kvkeep\n{lines}\n")
+    of_good = [line for line in output if line.startswith("good.py")]
+    assert not [line for line in of_good if ": error:" in line]
+    assert any('Revealed type is "int"' in line.replace("builtins.", "") for line in of_good)
+    errors = [line for line in output if ": error:" in line]
+    assert all(line.startswith("bad.py") for line in errors), output
+    lines_with_errors = {int(line.split(":")[1]) for line in errors}
     allowed = BAD.index('kvkeep.load_model().session(budget="heads")') + 2  # a valid budget
     assert lines_with_errors == set(range(2, len(BAD) + 2)) - {allowed}, output

@@ -6,6 +6,7 @@ import pytest
 
 from kvkeep import Snapshot, load_model
 from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
+from kvkeep.evaluate import haystack
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 ARCHIVE = ["--policy", "archive", "--max-kv-size", "48"]
@@ -102,7 +103,10 @@ def test_a_damaged_calibration_is_an_error_before_generation(invoke, tiny, kept:
     assert "is corrupt" in refused.stderr.splitlines()[-1]
 
 
-def test_pull_calibrates_once(invoke, tiny_folder: Path, home: Path) -> None:
+def test_pull_calibrates_once(
+    invoke, tiny_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haystack, "manual_text", lambda: TEXT)
     first = invoke("pull", tiny_folder, "--calibrate")
     assert first.exit_code == 0, first.stderr
     (file,) = (home / "calibrations").iterdir()

@@ -78,12 +78,20 @@ def test_pasted_text_is_one_message(chat: Chat) -> None:
 
 
 def test_alt_enter_and_quotes_make_multiline_messages(chat: Chat) -> None:
-    terminal = chat("--session", "s")
+    terminal = chat()
     terminal.type("First line", ALT_ENTER, "second line", "\r")
     terminal.wait("1 turn", PATIENCE)
     terminal.type('"""', "\r", "third", "\r", "fourth", '"""')
     assert "2 turns" not in terminal.text
     terminal.type("\r")
+    terminal.wait("2 turns", PATIENCE)
+
+
+def test_multiline_messages_are_shown_when_a_chat_resumes(chat: Chat) -> None:
+    terminal = chat("--session", "s")
+    terminal.type("First line", ALT_ENTER, "second line", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    terminal.type('"""', "\r", "third", "\r", "fourth", '"""', "\r")
     terminal.wait("2 turns", PATIENCE)
     terminal.type(CTRL_D)
     assert terminal.ended(PATIENCE) == 0
@@ -322,7 +330,7 @@ def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     said(terminal, "/set temperature -1", "temperature must be")
     said(terminal, "/set top-k x", "top-k must be a whole number; found 'x'")
     said(terminal, "/set top-k", "top-k must be a whole number")
-    said(terminal, "/set temprature 1", "did you mean temperature?")
+    said(terminal, "/set temperatures 1", "did you mean temperature?")
     said(terminal, "/set bar off", "bar                 off")
     terminal.type("Again", "\r")
     terminal.settle(1.0)
@@ -347,7 +355,7 @@ def test_the_memory_bar_is_updated(chat: Chat) -> None:
 
 def test_invalid_bytes_do_not_end_a_chat(chat: Chat) -> None:
     terminal = chat()
-    terminal.process.send(b"caf\xe9 \xff")
+    terminal.process.send(b"\xe9t\xe9 \xff")
     terminal.type("\r")
     terminal.settle(1.0)
     terminal.type("Hello", "\r")

@@ -68,20 +68,20 @@ def rules(agent: Agent, project: Path) -> list[dict[str, str]]:
     return [*script, {"when": seen, "unless": "tool_response", "write": read_image}]
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the agents' programs. All workers of a run share it."""
+@pytest.fixture
+def programs(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the agent's program. All workers of a run share it."""
     if folder := os.environ.get("KVKEEP_AGENTS"):
         return Path(folder)
     if shutil.which("npm") is None:
         pytest.skip("needs npm")
-    shared = tmp_path_factory.getbasetemp().parent / "agents"
+    shared = tmp_path_factory.getbasetemp().parent / f"agent-{name}"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
-            packages = [agent.package for agent in AGENTS.values()]
             command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(shared)]
+            command.append(AGENTS[name].package)
             shared.mkdir()
-            subprocess.run([*command, *packages], capture_output=True, timeout=400, check=False)
+            subprocess.run(command, capture_output=True, timeout=400, check=False)
     return shared / "node_modules" / ".bin"
 
 

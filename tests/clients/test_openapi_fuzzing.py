@@ -52,12 +52,17 @@ def url(tiny_folder: Path, tmp_path: Path) -> Iterator[str]:
             server.wait()
 
 
-def test_no_request_gets_an_undocumented_response_or_a_server_error(
-    url: str, tmp_path: Path
-) -> None:
-    program = Path(os.environ.get("KVKEEP_CLIENTS", "")) / "schemathesis/bin/schemathesis"
-    if not program.exists():
+@pytest.fixture
+def program() -> Path:
+    path = Path(os.environ.get("KVKEEP_CLIENTS", "")) / "schemathesis/bin/schemathesis"
+    if not path.exists():
         pytest.skip("schemathesis is missing: tests/clients/install.py installs it")
+    return path
+
+
+def test_no_request_gets_an_undocumented_response_or_a_server_error(
+    program: Path, url: str, tmp_path: Path
+) -> None:
     options = [f"--checks={CHECKS}", f"--max-examples={EXAMPLES}", "--phases=coverage,fuzzing"]
     options += ["--exclude-path-regex=events$", "--continue-on-failure", "--request-timeout=60"]
     options += ["--suppress-health-check=all", "--warnings=off", "--no-color", "--seed=1"]

@@ -13,7 +13,7 @@ from kvkeep.errors import KvkeepError
 
 # The number of inputs of each format. `make fuzz` sets it to 100,000.
 COUNT = int(os.environ.get("KVKEEP_FUZZ", "0"))
-DEFAULT_COUNT = 150
+DEFAULT_COUNT = 50
 _TIMEOUT_SECONDS = 120  # for one input, which normally takes milliseconds
 _MEMORY_BYTES = 6 << 30  # of address space beyond the current use
 

@@ -21,7 +21,7 @@ from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
-NEXT = 64  # tokens
+NEXT = 24  # tokens
 GENERATED = 13  # tokens generated before, so that the sampler state is not the initial one
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -40,7 +40,9 @@ def full(model: Model) -> dict[str, Callable[[Sampling], Session]]:
     return {
         "empty": lambda sampling: model.session(256, policy="full"),
         "first-fill": lambda sampling: fed(TEXT, sampling),
-        "full-after-64": lambda sampling: fed(TEXT, sampling, budget=len(TEXT) + GENERATED + NEXT),
+        "full-after-some": lambda sampling: fed(
+            TEXT, sampling, budget=len(TEXT) + GENERATED + NEXT
+        ),
         "exactly-full": lambda sampling: fed(TEXT, sampling, budget=len(TEXT) + GENERATED),
         "rewound": lambda sampling: rewind(fed(TEXT, sampling), 9),
         "forked": lambda sampling: fed(TEXT, sampling).fork(),

@@ -44,7 +44,7 @@ def equal_logits(first: Tensor | None, second: Tensor | None) -> bool:
     return first is second if first is None or second is None else torch.equal(first, second)
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(SETTINGS, ACTIONS)
 @example({"policy": "full"}, BY_HEADS)
 @example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS)
@@ -84,7 +84,7 @@ def test_a_fork_fed_past_its_window_continues_bit_exactly(tmp_path: Path) -> Non
 COPIES_TAKEN = st.lists(st.sampled_from(["no", "snapshot", "fork", "both"]), min_size=8, max_size=8)
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(SETTINGS, ACTIONS, COPIES_TAKEN)
 @example({"policy": "full"}, BY_HEADS, ["both"] * len(BY_HEADS))
 @example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS, ["snapshot"] * len(BY_HEADS))

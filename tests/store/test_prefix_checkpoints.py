@@ -275,7 +275,7 @@ def test_checkpoints_that_no_prompt_keeps_are_surplus() -> None:
 
 
 @pytest.mark.extended
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     name=st.sampled_from(["wide", "delta_net"]),
     actions=st.lists(

@@ -35,7 +35,7 @@ CASES = {
     for policy, moments in POLICIES.items()
 }
 # Policies that one other process continues: xdist may give each group to another worker.
-GROUPS = [FIRST_TIER, ("archive", "full", "self_extend"), ("shift", "quantised")]
+GROUPS = [FIRST_TIER, ("archive", "full", "self_extend", "shift", "quantised")]
 SCRIPT = Path(__file__).with_name("continuation.py")
 Continuation = dict[str, Tensor]
 
@@ -113,15 +113,15 @@ def test_another_process_continues_bit_exactly(
 @pytest.mark.extended
 def test_the_real_model_in_bfloat16_continues_bit_exactly(smollm2: Model, tmp_path: Path) -> None:
     sampling, expected = SAMPLINGS["seeded"], dict[str, Continuation]()
-    for policy, budget, codec in (("full", 2048, "none"), ("sliding", 256, "zstd")):
+    for policy, budget, codec in (("full", 2048, "none"), ("sliding", 128, "zstd")):
         session = smollm2.session(budget, policy=policy)
-        session.feed(topic_ids(smollm2)[:300])
+        session.feed(topic_ids(smollm2)[:200])
         name = f"seeded.{policy}.{codec}"
         session.snapshot().save(tmp_path / f"{name}.kvkeep", codec)
         expected[name] = continue_session(session, sampling)
     for name, bits in (("seeded.ragged.none", None), ("seeded.ragged.zstd", "8/4")):
         session = smollm2.session(policy="full", kv_bits=bits)
-        session.feed(topic_ids(smollm2)[:300])
+        session.feed(topic_ids(smollm2)[:200])
         session.compress(4.0, "keydiff", recent=30, budget="heads")
         session.snapshot().save(tmp_path / f"{name}.kvkeep", name.split(".")[-1])  # type: ignore[arg-type]
         expected[name] = continue_session(session, sampling)
