@@ -90,7 +90,9 @@ fuzz: install
 # runs their tests. One thread, except in tests of several: threads that wait for each other take
 # minutes here. Builds the best instruction set of this machine, and AVX2: together they cover every
 # line. Whole models run on the best set only (tests/compiled/conftest.py).
+# Left out are tests that load checkpoints or run the default model: others visit the same lines.
 SANITIZED := $(CURDIR)/build/sanitize
+SAME_KERNELS := checkpoint_decodes or experts_are_packed or default_model
 SANITIZERS := -fsanitize=address,undefined
 
 BEST := from kvkeep.compiled.instruction_sets import selected_set; print(selected_set().name)
@@ -103,10 +105,10 @@ sanitize: install
 	KVKEEP_KERNELS=$(SANITIZED)/kvkeep/compiled OMP_NUM_THREADS=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest $(AT_ONCE) -p no:cacheprovider tests/compiled \
+	  $(BIN)/python -m pytest $(AT_ONCE) -p no:cacheprovider -m 'not slow' tests/compiled \
 	  tests/methods/test_similarity.py \
 	  tests/test_torch_defaults.py --ignore tests/compiled/test_real_model.py \
-	  -k 'not (number_of_threads and (gemma4 or experts))'
+	  -k 'not (number_of_threads and (gemma4 or experts)) and not ($(SAME_KERNELS))'
 
 # The wheel of this platform, tried in an environment without a compiler. See docs/wheels.md.
 wheel: install
