@@ -109,7 +109,6 @@ EXTENDED = (
     "models/test_families.py::test_bfloat16_streams_are_as_close_to_float32_as_transformers[gemma3n",
     "models/test_families.py::test_converted_model_equals_transformers_on_the_same_weights",
     "server/test_chat.py::test_the_async_client_sends_concurrent_requests",
-    "shared/test_sessions.py::test_two_writers_lose_and_repeat_nothing_in_1000_schedules[memory",
     "store/test_damage.py::test_a_flipped_bit_of_the_payload_is_refused[zstd",
     "test_edit_costs.py::test_many_edits_copy_fewer_cells_than_are_held_times_edits[delete",
     "integrations/test_architectures.py::test_bounded_logits_equal_streaming_with_the_models_own_attention[20-0-glm",
@@ -245,6 +244,12 @@ FIRST = (
 
 # Patterns of fnmatch, as in `FIRST`; `IN_CI` names those that run in CI nevertheless.
 BEFORE_RELEASES = (
+    # Stores on S3, where those in folders run in CI.
+    "fleet/test_compaction.py::*?s3?",
+    "fleet/test_shared_sessions.py::*?s3?",
+    # Reuse of prompts in memory, where sessions on disk run in CI.
+    "engine/test_checkpoint_reuse.py::test_random_generations*?memory-*",
+    "engine/test_reuse.py::test_random_generations*?memory-*",
     # Snippets of pages besides the README, the quickstart and the tutorials.
     "test_docs.py::test_python_snippets_run*",
     "test_docs.py::test_shell_snippets_run*",
@@ -434,6 +439,13 @@ BEFORE_RELEASES = (
     "test_turn_spans.py::test_spans_are_what_was_said_and_can_be_replaced?chatml?",
 )
 IN_CI = (
+    "engine/test_checkpoint_reuse.py::test_random_generations*?memory-convolution?",
+    "engine/test_reuse.py::test_random_generations*?memory-*archive*",
+    "fleet/test_compaction.py::test_a_session_is_aligned*?s3?",
+    "fleet/test_shared_sessions.py::test_a_session_continues*?s3?",
+    "fleet/test_shared_sessions.py::test_a_damaged_session*?s3?",
+    "fleet/test_shared_sessions.py::test_concurrent_writes*?s3?",
+    "fleet/test_shared_sessions.py::test_losing_the_lease*?s3?",
     "test_docs.py::test_*_snippets_*?README.md*",
     "test_docs.py::test_*_snippets_*?quickstart.md*",
     "test_docs.py::test_*_snippets_*?tutorial-*",

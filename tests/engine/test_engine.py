@@ -68,7 +68,7 @@ def test_a_generation_equals_a_session_used_directly(engine: Engine, smollm2: Mo
 
 def test_concurrent_generations_do_not_change_each_other(engine: Engine, smollm2: Model) -> None:
     """Some begin while others decode, some exceed the budget, and one is cancelled."""
-    all_prompts = prompts(smollm2, 6)
+    all_prompts = prompts(smollm2, 6, 100)
     generations = [engine.generate(request(prompt)) for prompt in all_prompts[:3]]
     gone = engine.generate(request(all_prompts[5], count=500))
     generations += [engine.generate(request(prompt)) for prompt in all_prompts[3:]]
@@ -117,10 +117,10 @@ def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model
 
 def test_an_evicted_session_continues_to_the_bit(smollm2: Model, tmp_path: Path) -> None:
     """There is room for less than two sessions: each is evicted for the other."""
-    cell = smollm2.session(600).cache.layout.cell_bytes
-    limits = Limits(memory=int(1.8 * 600 * cell))
-    settings = {"max_kv_size": 600, "prefill_step": 128}
-    texts = prompts(smollm2, 2, 500)
+    cell = smollm2.session(300).cache.layout.cell_bytes
+    limits = Limits(memory=int(1.8 * 300 * cell))
+    settings = {"max_kv_size": 300, "prefill_step": 128}
+    texts = prompts(smollm2, 2, 240)
     expected = []
     for prompt in texts:
         session = smollm2.session(**settings)
@@ -141,7 +141,7 @@ def test_an_evicted_session_continues_to_the_bit(smollm2: Model, tmp_path: Path)
 
 
 def test_several_generations_share_one_prefill(engine: Engine, smollm2: Model) -> None:
-    (prompt,) = prompts(smollm2, 1, 500)
+    (prompt,) = prompts(smollm2, 1, 300)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(4)]
     generations = engine.submit_many(request(prompt), ways).result()
     written = [token_logprobs(generation) for generation in generations]
@@ -150,13 +150,13 @@ def test_several_generations_share_one_prefill(engine: Engine, smollm2: Model) -
     for again in range(2):
         more = engine.submit_many(request(prompt), ways[again:]).result()
         assert [token_logprobs(generation) for generation in more][1:] == written[again + 1 :]
-        assert more[0].reuse.tokens == 384
+        assert more[0].reuse.tokens == 256
         assert sum(generation.usage.prefill_seconds for generation in more[1:]) == 0
 
 
 def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> None:
     """One fails by NaN in its cells, one by a bias for a token that does not exist."""
-    one, two, three = prompts(smollm2, 3)
+    one, two, three = prompts(smollm2, 3, 100)
     broken = smollm2.session(600, prefill_step=128)
     broken.feed(two)
     with torch.inference_mode():
@@ -200,8 +200,8 @@ def test_events_report_progress_tokens_and_the_end(engine: Engine, smollm2: Mode
 
 def test_generations_continue_during_a_long_change(engine: Engine, smollm2: Model) -> None:
     ids = topic_ids(smollm2)
-    engine.create(name="long", policy="full", max_kv_size=2048).result()
-    list(engine.generate(GenerationRequest(tuple(ids[:1500]), 0), session="long"))
+    engine.create(name="long", policy="full", max_kv_size=1024).result()
+    list(engine.generate(GenerationRequest(tuple(ids[:700]), 0), session="long"))
     generation = engine.generate(request(tuple(ids[3000:3100]), count=400))
     while not isinstance(next(generation), GeneratedToken):
         pass
@@ -215,7 +215,7 @@ def test_generations_continue_during_a_long_change(engine: Engine, smollm2: Mode
             len(generation.generated),
         ),
     ).result()
-    assert during[0].cells_after < 500
+    assert during[0].cells_after < 250
     assert during[1] > before
     generation.cancel()
 
@@ -238,9 +238,9 @@ def test_deep_in_a_prompt_steps_are_halved_and_reuse_is_exact(
 
 
 def test_a_prefix_store_hit_changes_no_bit(smollm2: Model, tmp_path: Path) -> None:
-    (prompt,) = prompts(smollm2, 1, 590)
+    (prompt,) = prompts(smollm2, 1, 330)
     cold = alone(smollm2, prompt)
-    for reused in (0, 512):
+    for reused in (0, 256):
         with Engine(smollm2, settings={"max_kv_size": 600}, stores=tmp_path) as engine:
             generation = engine.generate(request(prompt))
             assert token_logprobs(generation) == cold
@@ -255,23 +255,23 @@ def test_after_a_rewind_or_fork_only_prefilled_tokens_are_reused(
     engine: Engine, smollm2: Model, operation: str
 ) -> None:
     """Sampled tokens have other cells than the same tokens in a prompt."""
-    (prompt,) = prompts(smollm2, 1, 500)
+    (prompt,) = prompts(smollm2, 1, 380)
     engine.create(name="a").result()
     list(engine.generate(GenerationRequest(prompt, 0), session="a"))
     name = "a"
     if operation == "rewind":
-        engine.change("a", "0", "rewind", lambda session: session.rewind(244)).result()
+        engine.change("a", "0", "rewind", lambda session: session.rewind(124)).result()
     else:
         name = engine.fork("a", at=256).result().name
     written = [
-        token for token, _ in token_logprobs(engine.generate(request((), count=200), session=name))
+        token for token, _ in token_logprobs(engine.generate(request((), count=60), session=name))
     ]
     if operation == "fork":
         engine.delete("a").result()
     again = prompt[:256] + tuple(written) + prompt[:20]
-    generation = engine.generate(request(again[:440]))
+    generation = engine.generate(request(again[:300]))
     assert generation.reuse.tokens == 128
-    assert token_logprobs(generation) == alone(smollm2, again[:440])
+    assert token_logprobs(generation) == alone(smollm2, again[:300])
 
 
 def test_only_even_default_or_smaller_steps_are_halved_deep_in_a_prompt() -> None:

@@ -255,7 +255,10 @@ def test_a_session_name_is_unique(tmp_path: Path) -> None:
             one.create(name="a").result()
 
 
-@pytest.mark.parametrize("moment", range(12))
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(x, marks=() if x in (0, 4, 11) else pytest.mark.slow) for x in range(12)],
+)
 def test_an_acknowledged_save_survives_a_kill_to_the_bit(tmp_path: Path, moment: int) -> None:
     """The session generates and is saved, over and over, and reports each acknowledged save."""
     acknowledged = killed_after(tmp_path, save_over_and_over, 0.013 * moment)[-1][1]
@@ -351,11 +354,12 @@ def test_an_invalid_session_file_is_left_unchanged(tmp_path: Path) -> None:
     assert foreign.read_bytes() == b"something else"
 
 
-def test_many_generations_do_not_grow_memory() -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.slow)])
+def test_many_generations_do_not_grow_memory(count: int) -> None:
     with new_engine(cells=1000) as engine:
 
         def some(seed: int) -> int:
-            for at in range(150):
+            for at in range(count):
                 engine.generate(
                     GenerationRequest(text(seed + at, 30), 2, DRAWN, ignore_eos=True)
                 ).text()

@@ -17,6 +17,7 @@ from kvkeep.chat.compaction_items import (
 )
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
+from tests.scripted_model import model_with_text_of
 from tests.server.conftest import running_server
 
 RESULT = "The harbour of the old town has seen many ships come and go. " * 5
@@ -29,7 +30,7 @@ def serving_client(model: Model, folder: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def agent_items(calls: int = 6) -> list[dict[str, Any]]:
+def agent_items(calls: int = 4) -> list[dict[str, Any]]:
     """A task, and calls with long results."""
     items: list[dict[str, Any]] = [{"role": "user", "content": "The gate code is 4711. Read on."}]
     for number in range(calls):
@@ -208,7 +209,8 @@ def test_damaged_items_are_not_read(content: Any) -> None:
 
 
 def test_the_oldest_compacted_sessions_are_dropped(smollm2: Model, tmp_path: Path) -> None:
-    with serving_client(smollm2, tmp_path) as client:
+    small = model_with_text_of(tmp_path / "model", smollm2.text.folder)
+    with serving_client(small, tmp_path / "server") as client:
         items = agent_items(1)
         client.post("/v1/sessions", json={"name": "cmp_notes"}).raise_for_status()
         results = [compact(client, input=[*items, *items[:number]]) for number in range(2)]

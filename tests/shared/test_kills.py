@@ -18,8 +18,8 @@ from kvkeep.storage.sessions.shared import SharedSessions
 @pytest.mark.parametrize(
     ("kills", "tokens"),
     [
-        (6, 64),  # 1.5 MB, in one request
-        (4, 512),  # 12 MB, in several
+        (3, 64),  # 1.5 MB, in one request
+        (2, 512),  # 12 MB, in several
         pytest.param(200, 64, marks=pytest.mark.slow),
         pytest.param(100, 512, marks=pytest.mark.slow),
     ],

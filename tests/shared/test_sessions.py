@@ -252,15 +252,18 @@ class _ActorView:
         return call_in_turn
 
 
-def test_two_writers_lose_and_repeat_nothing_in_1000_schedules(objects: ObjectStore) -> None:
+@pytest.mark.parametrize("schedules", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_two_writers_lose_and_repeat_nothing_in_random_schedules(
+    objects: ObjectStore, schedules: int
+) -> None:
     """Every lease has expired for the other writer. Each commit is stored, or its writer gets an
     error, and no generation repeats."""
     if "memory" not in objects.url:
         pytest.skip("schedules depend on the protocol only; test_protocol.py covers all of them")
     lost = 0
-    for seed in range(1000):
+    for seed in range(schedules):
         lost += _run_schedule(objects, f"s{seed}", random.Random(seed))
-    assert lost > 100  # otherwise the writers never conflicted
+    assert lost > schedules // 10  # otherwise the writers never conflicted
 
 
 def _run_schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
