@@ -18,7 +18,7 @@ from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
 
 TEXT = topic_text()
-SETTINGS = {"policy": "sliding", "max_kv_size": 300, "keep": 4}
+SETTINGS = {"policy": "sliding", "max_kv_size": 100, "keep": 4}
 names = (f"client-{number}" for number in count())
 
 
@@ -40,9 +40,9 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 def test_a_remote_session_equals_a_local_one(client: Client, smollm2: Model) -> None:
     """The same calls on a remote and on a local session give the same results."""
-    remote, session = client.create(next(names), **SETTINGS), smollm2.session(300, prefill_step=128)
-    remote.feed(TEXT[:2000], span="text")
-    session.feed(TEXT[:2000])
+    remote, session = client.create(next(names), **SETTINGS), smollm2.session(100, prefill_step=128)
+    remote.feed(TEXT[:800], span="text")
+    session.feed(TEXT[:800])
     assert remote.memory()["spans"]["text"]["end"] == len(session.tokens)
     generated = remote.generate(max_tokens=6, **GREEDY)
     assert generated["tokens"] == [session.next_token() for _ in range(6)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import small_model
 from topics import topic_ids
 
 from kvkeep import engine as engine_package
@@ -38,7 +39,7 @@ def prompts(model: Model, count: int, length: int = 300) -> list[tuple[int, ...]
     return [tuple(ids[at * 97 : at * 97 + length + 31 * at]) for at in range(count)]
 
 
-def request(
+def new_request(
     prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = COUNT
 ) -> GenerationRequest:
     return GenerationRequest(prompt, count, sampling, ignore_eos=True, logprobs=0)
@@ -55,23 +56,23 @@ def alone(
 ) -> list[tuple[int, float]]:
     """The result in an engine that serves nothing else."""
     with Engine(model, settings={"max_kv_size": 600}) as other:
-        return token_logprobs(other.generate(request(prompt, sampling)))
+        return token_logprobs(other.generate(new_request(prompt, sampling)))
 
 
 def test_a_generation_equals_a_session_used_directly(engine: Engine, smollm2: Model) -> None:
-    (prompt,) = prompts(smollm2, 1, 500)
+    (prompt,) = prompts(smollm2, 1, 200)
     session = smollm2.session(600, prefill_step=128)
     session.feed(prompt)
     expected = [session.next_token(DRAWN) for _ in range(COUNT)]
-    assert [token for token, _ in token_logprobs(engine.generate(request(prompt)))] == expected
+    assert [token for token, _ in token_logprobs(engine.generate(new_request(prompt)))] == expected
 
 
 def test_concurrent_generations_do_not_change_each_other(engine: Engine, smollm2: Model) -> None:
     """Some begin while others decode, some exceed the budget, and one is cancelled."""
     all_prompts = prompts(smollm2, 6, 100)
-    generations = [engine.generate(request(prompt)) for prompt in all_prompts[:3]]
-    gone = engine.generate(request(all_prompts[5], count=500))
-    generations += [engine.generate(request(prompt)) for prompt in all_prompts[3:]]
+    generations = [engine.generate(new_request(prompt)) for prompt in all_prompts[:3]]
+    gone = engine.generate(new_request(all_prompts[5], count=500))
+    generations += [engine.generate(new_request(prompt)) for prompt in all_prompts[3:]]
     gone.cancel()
     assert [token_logprobs(each) for each in generations] == [
         alone(smollm2, p) for p in all_prompts
@@ -81,11 +82,11 @@ def test_concurrent_generations_do_not_change_each_other(engine: Engine, smollm2
 def test_prefix_reuse_changes_no_bit(engine: Engine, smollm2: Model) -> None:
     """A prompt that was prefilled before, its beginning, and one that continues differently."""
     ids = topic_ids(smollm2)
-    first = tuple(ids[:550])
-    token_logprobs(engine.generate(request(first)))
-    other = first[:290] + tuple(ids[2000:2150])
-    for prompt, reused in ((first, 512), (first[:400], 384), (other, 256)):
-        generation = engine.generate(request(prompt))
+    first = tuple(ids[:420])
+    token_logprobs(engine.generate(new_request(first)))
+    other = first[:160] + tuple(ids[2000:2080])
+    for prompt, reused in ((first, 384), (first[:280], 256), (other, 128)):
+        generation = engine.generate(new_request(prompt))
         assert token_logprobs(generation) == alone(smollm2, prompt)
         assert generation.reuse.tokens == reused
 
@@ -95,7 +96,7 @@ def test_a_prompt_that_extends_a_prefilled_one_gives_the_same_bits(
 ) -> None:
     (prompt,) = prompts(smollm2, 1, 300)
     list(engine.generate(GenerationRequest(prompt[:50], 0)))
-    assert token_logprobs(engine.generate(request(prompt))) == alone(smollm2, prompt)
+    assert token_logprobs(engine.generate(new_request(prompt))) == alone(smollm2, prompt)
 
 
 def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model) -> None:
@@ -106,9 +107,9 @@ def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model
     written = tuple(session.next_token(DRAWN) for _ in range(COUNT))
     session.feed(more)
     session.draw_anew()
-    first = engine.generate(request(prompt))
+    first = engine.generate(new_request(prompt))
     assert tuple(token for token, _ in token_logprobs(first)) == written
-    second = engine.generate(request(prompt + written + more))
+    second = engine.generate(new_request(prompt + written + more))
     assert second.reuse.tokens == len(prompt) + COUNT
     assert [token for token, _ in token_logprobs(second)] == [
         session.next_token(DRAWN) for _ in range(COUNT)
@@ -133,7 +134,9 @@ def test_an_evicted_session_continues_to_the_bit(smollm2: Model, tmp_path: Path)
             token_logprobs(engine.generate(GenerationRequest(prompt, 0), session=name))
         for _ in range(3):
             for name, other, tokens in zip("ab", "ba", found, strict=True):
-                tokens += [t for t, _ in token_logprobs(engine.generate(request(()), session=name))]
+                tokens += [
+                    t for t, _ in token_logprobs(engine.generate(new_request(()), session=name))
+                ]
                 kept = {each.name: each for each in engine.sessions().result()}
                 assert kept[name].session is not None
                 assert kept[other].session is None
@@ -143,12 +146,12 @@ def test_an_evicted_session_continues_to_the_bit(smollm2: Model, tmp_path: Path)
 def test_several_generations_share_one_prefill(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 300)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(4)]
-    generations = engine.submit_many(request(prompt), ways).result()
+    generations = engine.submit_many(new_request(prompt), ways).result()
     written = [token_logprobs(generation) for generation in generations]
     assert written[0] == alone(smollm2, prompt, ways[0])
     assert len({tuple(each) for each in written}) == 4
     for again in range(2):
-        more = engine.submit_many(request(prompt), ways[again:]).result()
+        more = engine.submit_many(new_request(prompt), ways[again:]).result()
         assert [token_logprobs(generation) for generation in more][1:] == written[again + 1 :]
         assert more[0].reuse.tokens == 256
         assert sum(generation.usage.prefill_seconds for generation in more[1:]) == 0
@@ -163,9 +166,9 @@ def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> Non
         for segment in broken.cache.segments:
             segment.block.slots.stored_keys.fill_(torch.nan)
     engine.create(name="broken", session=broken).result()
-    good = engine.generate(request(one))
-    bad = engine.generate(request((), count=5), session="broken")
-    worse = engine.generate(request(three, Sampling(logit_bias=((10**6, 1.0),))))
+    good = engine.generate(new_request(one))
+    bad = engine.generate(new_request((), count=5), session="broken")
+    worse = engine.generate(new_request(three, Sampling(logit_bias=((10**6, 1.0),))))
     with pytest.raises(NonFiniteLogits):
         list(bad)
     with pytest.raises(InvalidArgument, match="logit_bias"):
@@ -175,7 +178,7 @@ def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> Non
 
 def test_a_cancelled_generation_ends_after_a_token(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1)
-    generation = engine.generate(request(prompt, count=100_000))
+    generation = engine.generate(new_request(prompt, count=100_000))
     while not isinstance(next(generation), GeneratedToken):
         pass
     generation.cancel()
@@ -186,7 +189,7 @@ def test_a_cancelled_generation_ends_after_a_token(engine: Engine, smollm2: Mode
 
 def test_events_report_progress_tokens_and_the_end(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
-    events = list(engine.generate(request(prompt, count=3)))
+    events = list(engine.generate(new_request(prompt, count=3)))
     read = [event for event in events if isinstance(event, PrefillProgress)]
     assert [event.done for event in read] == [0, 4, 128, 256, 384, 500]
     assert {event.total for event in read} == {500}
@@ -202,7 +205,7 @@ def test_generations_continue_during_a_long_change(engine: Engine, smollm2: Mode
     ids = topic_ids(smollm2)
     engine.create(name="long", policy="full", max_kv_size=1024).result()
     list(engine.generate(GenerationRequest(tuple(ids[:700]), 0), session="long"))
-    generation = engine.generate(request(tuple(ids[3000:3100]), count=400))
+    generation = engine.generate(new_request(tuple(ids[3000:3100]), count=400))
     while not isinstance(next(generation), GeneratedToken):
         pass
     before = len(generation.generated)
@@ -220,21 +223,26 @@ def test_generations_continue_during_a_long_change(engine: Engine, smollm2: Mode
     generation.cancel()
 
 
+@pytest.mark.parametrize("which", ["small", pytest.param("default", marks=pytest.mark.slow)])
 def test_deep_in_a_prompt_steps_are_halved_and_reuse_is_exact(
-    smollm2: Model,
+    request: pytest.FixtureRequest, which: str
 ) -> None:
     """Generations that decode meanwhile wait no longer than at the beginning of the prompt."""
-    ids = topic_ids(smollm2)
+    if which == "small":
+        model, ids = small_model(), [at * at % 250 + 1 for at in range(5100)]
+    else:
+        model = request.getfixturevalue("smollm2")
+        ids = topic_ids(model)
     long, other = tuple(ids[:1900]), tuple(ids[:1700]) + tuple(ids[5000:5100])
-    with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
-        generation = engine.generate(request(long))
+    with Engine(model, settings={"max_kv_size": 2048}) as engine:
+        generation = engine.generate(new_request(long))
         done = [event.done for event in generation if isinstance(event, PrefillProgress)]
         assert done == [0, 4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
-        again = engine.generate(request(other))
+        again = engine.generate(new_request(other))
         found = token_logprobs(again)
         assert again.reuse.tokens == 1664
-    with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
-        assert token_logprobs(engine.generate(request(other))) == found
+    with Engine(model, settings={"max_kv_size": 2048}) as engine:
+        assert token_logprobs(engine.generate(new_request(other))) == found
 
 
 def test_a_prefix_store_hit_changes_no_bit(smollm2: Model, tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ def test_a_prefix_store_hit_changes_no_bit(smollm2: Model, tmp_path: Path) -> No
     cold = alone(smollm2, prompt)
     for reused in (0, 256):
         with Engine(smollm2, settings={"max_kv_size": 600}, stores=tmp_path) as engine:
-            generation = engine.generate(request(prompt))
+            generation = engine.generate(new_request(prompt))
             assert token_logprobs(generation) == cold
             assert (generation.reuse.tokens, generation.reuse.source) == (
                 reused,
@@ -264,12 +272,13 @@ def test_after_a_rewind_or_fork_only_prefilled_tokens_are_reused(
     else:
         name = engine.fork("a", at=256).result().name
     written = [
-        token for token, _ in token_logprobs(engine.generate(request((), count=60), session=name))
+        token
+        for token, _ in token_logprobs(engine.generate(new_request((), count=60), session=name))
     ]
     if operation == "fork":
         engine.delete("a").result()
     again = prompt[:256] + tuple(written) + prompt[:20]
-    generation = engine.generate(request(again[:300]))
+    generation = engine.generate(new_request(again[:300]))
     assert generation.reuse.tokens == 128
     assert token_logprobs(generation) == alone(smollm2, again[:300])
 
@@ -302,7 +311,7 @@ def test_the_former_name_of_generated_tokens_is_a_deprecated_alias(
 
 def test_a_change_that_fails_midway_is_a_change(engine: Engine, smollm2: Model) -> None:
     """The session gets a new revision, and no prompt reuses the cells that were moved."""
-    ids = topic_ids(smollm2)[:500]
+    ids = topic_ids(smollm2)[:200]
     engine.create(name="midway").result()
     list(engine.generate(GenerationRequest(tuple(ids), 0), session="midway"))
     revision = engine.find("midway").result().revision
@@ -316,6 +325,6 @@ def test_a_change_that_fails_midway_is_a_change(engine: Engine, smollm2: Model) 
         with pytest.raises(InvalidArgument, match="stopped midway"):
             engine.change("midway", "0", "edit", lambda s, e=edits: fail(s, e)).result()
         assert engine.find("midway").result().revision == revision + edits
-    generation = engine.generate(request((*ids[:4], 7, *ids[5:450])))
+    generation = engine.generate(new_request((*ids[:4], 7, *ids[5:180])))
     list(generation)
     assert generation.reuse.tokens == 0

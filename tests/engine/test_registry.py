@@ -274,7 +274,7 @@ def test_an_acknowledged_save_survives_a_kill_to_the_bit(tmp_path: Path, moment:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(
     tmp_path: Path, every: int
 ) -> None:
@@ -301,7 +301,7 @@ def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_compaction_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path, every: int) -> None:
     """The session is as it was before or after one of its compactions, and continues to the bit."""
     session = MODEL.session(**{**SETTINGS, **COMPACTED})

@@ -30,7 +30,7 @@ def serving_client(model: Model, folder: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def agent_items(calls: int = 4) -> list[dict[str, Any]]:
+def agent_items(calls: int = 6) -> list[dict[str, Any]]:
     """A task, and calls with long results."""
     items: list[dict[str, Any]] = [{"role": "user", "content": "The gate code is 4711. Read on."}]
     for number in range(calls):
@@ -104,7 +104,7 @@ def test_items_are_text_for_other_owners_and_where_the_session_is_gone(
         running.client(names[0]) as first,
         running.client(names[1]) as second,
     ):
-        result = compact(first, input=agent_items())
+        result = compact(first, input=agent_items(4))
         history = read_compaction(result["output"][-1])
         assert history is not None
         assert evaluated(ask(first, [*result["output"], question])) < 60
