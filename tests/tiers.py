@@ -155,6 +155,7 @@ EXTENDED = (
     "cli/test_batch.py::test_a_killed_batch_resumes_without_lost_or_repeated_answers",
     "compiled/test_operands.py::test_a_session_that_runs_out_of_memory_is_unchanged_and_continues",
     "engine/test_engine.py::test_a_prefix_store_hit_changes_no_bit",
+    "engine/test_engine.py::test_prefix_reuse_changes_no_bit",
     "engine/test_steps.py::test_reuse_up_to_a_message_by_the_default_model_equals_evaluating_all",
     "models/test_gguf_families.py::test_logits_equal_the_original_model",
     "server/test_alignment.py::test_a_servers_default_holds_for_each_owner_alone",
@@ -247,6 +248,9 @@ BEFORE_RELEASES = (
     # Stores on S3, where those in folders run in CI.
     "fleet/test_compaction.py::*?s3?",
     "fleet/test_shared_sessions.py::*?s3?",
+    "engine/test_engine.py::test_after_a_rewind_or_fork*?fork?",
+    "engine/test_engine.py::test_generations_continue_during_a_long_change",
+    "shared/test_kills.py::*?3-64?",
     # Reuse of prompts in memory, where sessions on disk run in CI.
     "engine/test_checkpoint_reuse.py::test_random_generations*?memory-*",
     "engine/test_reuse.py::test_random_generations*?memory-*",
