@@ -97,7 +97,7 @@ def test_an_interrupted_compaction_changes_nothing(count: int) -> None:
     assert same(whole_state(session), before)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.integers(60, 500),
     st.integers(0, 3),

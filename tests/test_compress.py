@@ -72,7 +72,7 @@ def require_unchanged(before: dict[int, Cell], after: dict[int, Cell], serials: 
             )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.sampled_from(list(METHODS)),
     st.integers(20, 700),

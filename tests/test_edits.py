@@ -84,25 +84,25 @@ def distances(session: Session) -> list[int]:
     return found
 
 
-@settings(max_examples=100, suppress_health_check=TMP)
+@settings(max_examples=15, suppress_health_check=TMP)
 @given(setting=settings_of(("sliding", "shift")), actions=ACTIONS)
 def test_a_bounded_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=50, suppress_health_check=TMP)
+@settings(max_examples=20, suppress_health_check=TMP)
 @given(setting=settings_of(("full",)), actions=ACTIONS)
 def test_a_full_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=40, suppress_health_check=TMP)
+@settings(max_examples=15, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, LOCAL_MODEL), actions=ACTIONS)
 def test_a_session_with_local_layers_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=30, suppress_health_check=TMP)
+@settings(max_examples=12, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, NOPE_MODEL), actions=ACTIONS)
 def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
     setting, actions, tmp_path
@@ -166,7 +166,7 @@ def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tm
     assert_bit_equal(session, restored, more)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(settings_of(("sliding",)), ACTIONS)
 def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Action]) -> None:
     sliding = setting.pair().session

@@ -49,7 +49,7 @@ def act(session: Session, kind: str, value: object) -> None:
         pass
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(["full", "sliding", "shift"]),

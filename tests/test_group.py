@@ -94,7 +94,7 @@ def test_sessions_of_all_policies_write_what_each_writes_alone(sampling: Samplin
             require_same(session, other)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(["full", "sliding", "shift"]),

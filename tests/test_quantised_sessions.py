@@ -160,7 +160,7 @@ def test_a_snapshot_holds_every_byte(policy: str, bits: Bits, tmp_path: Path) ->
         assert torch.equal(session.logits, found.logits)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     st.sampled_from(EACH),
     st.lists(

@@ -75,7 +75,7 @@ def grown(kind: str, name: str, bits: str | None, first: int, is_forked: bool) -
     return session.fork() if is_forked else session
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_small_step_gives_the_bits_of_its_tokens_one_by_one(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))

@@ -45,7 +45,7 @@ def test_speculation_changes_no_bit_of_sessions_and_groups(first: int) -> None:
         run_case(1_000_000 + number)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 9999))
 def test_a_stream_has_the_same_text(number: int) -> None:
     random = Random(number)

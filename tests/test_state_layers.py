@@ -44,7 +44,7 @@ def fed(model: Model, tokens: list[int] = TEXT, **options: Any) -> Session:
     return session
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 16), min_size=1, max_size=9))
 def test_logits_and_states_do_not_depend_on_the_steps(kind: str, counts: list[int]) -> None:
     tokens = TEXT[: sum(counts)]
