@@ -13,7 +13,8 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from tiers import BEFORE_RELEASES, EXTENDED, FIRST, IN_CI, has_tests_of, is_extended, is_slow
+from third_tier import BEFORE_RELEASES, IN_CI
+from tiers import EXTENDED, FIRST, has_tests_of, is_extended, is_slow
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model

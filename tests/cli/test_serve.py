@@ -45,7 +45,7 @@ def serving(
 
 
 def refused(*options: str) -> str:
-    """What the command says of wrong options, in this process."""
+    """Return what the command says of wrong options; it runs in this process."""
     done = CliRunner().invoke(main, ["serve", *options])
     assert done.exit_code == 2, done
     return done.stderr
