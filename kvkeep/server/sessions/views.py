@@ -188,7 +188,11 @@ async def events(context: ContextDep) -> StreamingResponse:
 
 @router.get("/v1/operations")
 async def operations(context: ContextDep) -> dict[str, Any]:
-    """List recent operations, the newest first."""
+    """List recent operations, the newest first.
+
+    `seconds` are 0 for changes that evaluate nothing, and for the alignment of a request: its
+    tokens are evaluated in the `generate` after it.
+    """
     log = await wrap_future(context.engine.operations(context.owner))
     return {"object": "list", "data": [_operation_entry(operation) for operation in log]}
 

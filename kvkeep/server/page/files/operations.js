@@ -38,7 +38,7 @@ function row(operation) {
     h("td", {}, sessionLink(operation.session)),
     h("td", {}, operation.what),
     h("td", {}, number(operation.tokens)),
-    h("td", {}, number(Math.round(operation.seconds * 1000))),
+    h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer
     h("td", {}, bytes(operation.nbytes)),
     h("td", {}, number(operation.revision)),
   );
