@@ -61,14 +61,15 @@ class Speculation:
     def draft(self, first: int, max_tokens: int) -> Draft | None:
         """Return a draft of the tokens after `first`, which is sampled. max_tokens: with it."""
         memory = self.core.memory
-        limit = _row_limit(memory, max_tokens) - 1 if self._drafts else 0
-        if limit <= 0:
+        if not self._drafts or min(max_tokens, memory.decoder.executor.row_limit) < 2:
             return None
         if self._index is None or memory.tokens is not self._indexed_tokens:
             self._index = NgramIndex(memory.tokens)  # also if the session was changed meanwhile
-        found = self._index.draft(first, limit)
-        tokens = self._without_answer_end(found.tokens) if found else ()
-        return Draft(tokens, found.matched) if found and tokens else None
+        if (found := self._index.draft(first, _MAX_ROWS)) is None:
+            return None
+        limit = _row_limit(memory, max_tokens) - 1  # counts cells: only where there is a draft
+        tokens = self._without_answer_end(found.tokens[: max(0, limit)])
+        return Draft(tokens, found.matched) if tokens else None
 
     def accept(self, state: SessionState, rows: Sequence[int], logits: Tensor) -> int:
         """Sample after each row for as long as the next one is sampled; return how many rows are.
