@@ -92,8 +92,8 @@ def _align_in_place(
         if progress:
             progress(count)
     evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
-    guard.require_unchanged()
     with session_transaction([core]) as (state,):
+        guard.require_unchanged()
         _replace_memory(state, memory, plan)
     counts = (plan.seams, plan.kept, plan.moved, plan.evaluated)
     return AlignmentReport("in_place", "", *counts, time.perf_counter() - started)
@@ -116,8 +116,8 @@ def _align_exactly(
     finish, num_evaluated = prepare_edit(
         *(memory, kept, end, target[kept:], "suffix", core.prefill_step, progress)
     )
-    guard.require_unchanged()
     with session_transaction([core]) as (state,):
+        guard.require_unchanged()
         state.memory, _ = finish(state.memory)
         state.keep_first_prompt(len(target))
         state.move_spans(kept, len(tokens), len(target) - kept)

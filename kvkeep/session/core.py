@@ -177,7 +177,9 @@ class StateGuard:
     def require_unchanged(self) -> None:
         """Raise InvalidArgument if the session has another state now."""
         if self._core.state is not self._state():
-            raise InvalidArgument("`progress` changed the session, which is being changed")
+            raise InvalidArgument(
+                "`progress` changed the session, so the change that called it was not made"
+            )
 
 
 @contextmanager

@@ -58,8 +58,8 @@ def edit_tokens(
     finish, num_evaluated = prepare_edit(
         *(core.memory, start, end, ids, recompute, core.prefill_step, progress)
     )
-    guard.require_unchanged()
     with session_transaction([core]) as (state,):
+        guard.require_unchanged()
         state.memory, cells_moved = finish(state.memory)
         state.keep_first_prompt(len(ids))
         state.move_spans(start, end, len(ids))
@@ -81,8 +81,8 @@ def rewind(
         core.memory.require_rewind(count)
         step_size = min(core.prefill_step, REFILL_STEP_TOKENS)
         refilled = refilled_before(core.memory, count, step_size, progress)
-    guard.require_unchanged()
     with session_transaction([core]) as (state,):
+        guard.require_unchanged()
         memory = state.memory
         if is_clear:
             removed = memory.clear()

@@ -35,7 +35,8 @@ class SessionEdits:
 
         recompute: "none" leaves later cells as they were computed, so that the edit costs little;
             "suffix" evaluates everything after it again, which is exact.
-        progress: called after each step with the number of tokens in it.
+        progress: called after each step with the number of tokens in it; must not change the
+            session.
 
         With "none", a range without any cell left is removed from `tokens`, and an empty span from
         `spans`, without evaluating anything. Raises InvalidArgument if there is no such range or
@@ -120,7 +121,8 @@ class SessionEdits:
         cells do not come back: the window is shorter until it fills again. All tokens can always be
         removed. Raises InvalidArgument otherwise if the token before them is no longer held.
 
-        progress: called after each step with the number of tokens in it.
+        progress: called after each step with the number of tokens in it; must not change the
+            session.
         """
         count, progress = validation.integer("count", count), validation.progress(progress)
         return rewind(self.core, count, progress)
@@ -149,7 +151,8 @@ class SessionEdits:
         reread_share: the share of the prompt that may be evaluated by that, new tokens included,
             unless `reread` alone is more. Many edits share it by their sizes. 1 for no limit.
         special: see `feed`.
-        progress: called after each step with the number of tokens in it.
+        progress: called after each step with the number of tokens in it; must not change the
+            session.
 
         Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
         sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is

@@ -58,7 +58,8 @@ class SessionReductions:
                 of a prefill; "fitted" if some cells were compressed before.
             seed: for method "random".
             calibration: statistics of the model, for methods that need them.
-            progress: called after each chunk with the number of cells that were in it.
+            progress: called after each chunk with the number of cells that were in it; must not
+                change the session.
             budget: "uniform": each 512 cells become that many fewer in every layer and KV head;
                 "heads": the cells with the highest scores stay, in whichever head they are. None:
                 the method's default, except that "kvzip" evicts only verbatim repeats if these are
@@ -114,7 +115,7 @@ class SessionReductions:
             steps: which of "results", "reasoning" and "compress" are allowed, in this order.
             recompute: of the first two steps, as of `delete`. Models with states need "suffix".
             calibration: as of `compress`.
-            progress: called with numbers of cells as the work goes on.
+            progress: called with numbers of cells as the work goes on; must not change the session.
 
         A step that is impossible is left out, which the report says. Raises InvalidArgument for
         arguments that are out of range. Nothing is changed then, or by Ctrl-C.
