@@ -20,7 +20,10 @@ FACTS = "".join(f"Fact {number}: {number} plus {number} is {2 * number}. " for n
 
 
 def body(api: str, day: str, alignment: Any = None) -> dict[str, Any]:
-    """Return a request whose system text begins with a day, and goes on with the same facts."""
+    """Return a request whose system text begins with a day, and goes on with the same facts.
+
+    It is not speculated about: right drafts would be reported in answers of every kind.
+    """
     system = f"You write for {api}. Today is {day}. {FACTS}"
     question = [{"role": "user", "content": "Is it raining?"}]
     with_system = [{"role": "system", "content": system}, *question]
@@ -33,7 +36,8 @@ def body(api: str, day: str, alignment: Any = None) -> dict[str, Any]:
         "/api/chat": {"messages": with_system, "options": {"num_predict": 2}, "stream": False},
     }
     more = {"max_output_tokens": 2} if api == "/v1/responses" else {}
-    return bodies[api] | more | ({} if alignment is None else {"alignment": alignment})
+    wanted = {} if alignment is None else {"alignment": alignment}
+    return bodies[api] | more | wanted | {"speculate": False}
 
 
 APIS = (

@@ -154,8 +154,9 @@ def test_an_answer_says_how_much_of_its_prompt_it_forgot(sliding: RunningServer,
 
 @pytest.mark.parametrize("path", ALL_PATHS[:-1])
 def test_the_end_of_a_stream_says_how_much_was_forgotten(sliding: RunningServer, path: str) -> None:
-    whole = post(sliding, path, body(path, LONG)).json()
-    response = post(sliding, path, {**body(path, LONG), "stream": True})
+    request = {**body(path, LONG), "speculate": False}
+    whole = post(sliding, path, request).json()
+    response = post(sliding, path, {**request, "stream": True})
     assert f"and the context holds {CONTEXT}" in response.headers[WARNING]
     fields = [event.get("response", event).get("x_kvkeep") for event in events(response)]
     assert [found for found in fields if found] == [whole["x_kvkeep"]]
@@ -164,7 +165,7 @@ def test_the_end_of_a_stream_says_how_much_was_forgotten(sliding: RunningServer,
 def test_tokens_that_are_evicted_while_the_answer_is_generated_count(
     sliding: RunningServer,
 ) -> None:
-    request = {"prompt": [5] * 60, "max_tokens": 50, "ignore_eos": True}
+    request = {"prompt": [5] * 60, "max_tokens": 50, "ignore_eos": True, "speculate": False}
     answer = post(sliding, "/v1/completions", request).json()
     # The last token is sampled and not evaluated, unless its cell is needed.
     assert answer["x_kvkeep"]["forgotten_prompt_tokens"] in (60 + 50 - CONTEXT, 60 + 49 - CONTEXT)
