@@ -22,6 +22,7 @@ from kvkeep.session.alignment import (
 )
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import equal_runs
+from tests.examples import examples
 
 MODEL = small_model()
 LOCAL_MODEL = small_model(spec=local_spec(8))
@@ -62,7 +63,7 @@ def counted_tokens(model: Model, function: Callable[[], AlignmentReport]) -> tup
 
 
 @given(texts())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_equal_runs_are_equal_in_order_and_maximal(pair):
     old, new = pair
     runs = equal_runs(old, new, 10)
@@ -85,7 +86,7 @@ def test_long_texts_are_compared_in_a_moment(vocabulary):
 
 
 @given(texts(), st.sampled_from([(0, 0), (1, 1), (16, 0.1), (16, 1)]), st.integers(0, 1))
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, rereads, is_full):
     old, new = pair
     policy = "full" if is_full else "sliding"
@@ -110,7 +111,7 @@ def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, rereads, i
 
 
 @given(texts())
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_rereading_everything_is_a_fresh_evaluation(pair):
     """Up to rounding, as the steps differ; an engine keeps to its steps, and to the bit."""
     old, new = pair
@@ -124,7 +125,7 @@ def test_rereading_everything_is_a_fresh_evaluation(pair):
 
 
 @given(texts(), st.integers(0, 60), st.floats(0, 1))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_seams_share_what_is_evaluated_again(pair, reread, share):
     old, new = pair
     without = plan_alignment(old, new, in_place(0, 0))

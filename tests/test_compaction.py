@@ -11,6 +11,7 @@ from small_models import small_model
 from kvkeep import InvalidArgument, Model, Session, Snapshot
 from kvkeep.session.compaction import COMPACTION_STEPS
 from kvkeep.session.message_spans import reasoning_range, spans_of_kind
+from tests.examples import examples
 
 MODEL = small_model()
 
@@ -97,7 +98,7 @@ def test_an_interrupted_compaction_changes_nothing(count: int) -> None:
     assert same(whole_state(session), before)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     st.integers(60, 500),
     st.integers(0, 3),

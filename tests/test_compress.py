@@ -17,6 +17,7 @@ from kvkeep.compression.methods.base import Candidates
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.compression import CompressionReport, newest_queries
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
@@ -72,7 +73,7 @@ def require_unchanged(before: dict[int, Cell], after: dict[int, Cell], serials: 
             )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(list(METHODS)),
     st.integers(20, 700),

@@ -18,6 +18,7 @@ from kvkeep.compression.methods.base import BUDGETS, Candidates, Eviction
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.compression import newest_queries
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
 SCORING_WITHOUT_TEXT = [
@@ -37,7 +38,7 @@ def ragged_total(session: Session) -> int:
     return sum(cells.total for cells in ragged_cells(session))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(SCORING),
     st.integers(20, 700),

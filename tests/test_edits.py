@@ -32,6 +32,7 @@ from kvkeep.models.spec import cells
 from kvkeep.session.editing import prepare_edit
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
+from tests.examples import examples
 
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")
 NOT_HELD = r"in the cache"
@@ -84,25 +85,25 @@ def distances(session: Session) -> list[int]:
     return found
 
 
-@settings(max_examples=15, suppress_health_check=TMP)
+@settings(max_examples=examples(15), suppress_health_check=TMP)
 @given(setting=settings_of(("sliding", "shift")), actions=ACTIONS)
 def test_a_bounded_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=20, suppress_health_check=TMP)
+@settings(max_examples=examples(20), suppress_health_check=TMP)
 @given(setting=settings_of(("full",)), actions=ACTIONS)
 def test_a_full_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=15, suppress_health_check=TMP)
+@settings(max_examples=examples(15), suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, LOCAL_MODEL), actions=ACTIONS)
 def test_a_session_with_local_layers_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=12, suppress_health_check=TMP)
+@settings(max_examples=examples(12), suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, NOPE_MODEL), actions=ACTIONS)
 def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
     setting, actions, tmp_path
@@ -110,7 +111,7 @@ def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=10, suppress_health_check=TMP)
+@settings(max_examples=examples(10), suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, ALTUP_MODEL), actions=ACTIONS)
 def test_a_session_with_several_residual_streams_equals_the_naive_memory(
     setting, actions, tmp_path
@@ -153,7 +154,7 @@ def assert_bit_equal(a: Session, b: Session, actions: list[Action]) -> None:
 EITHER = st.one_of(settings_of(POLICIES), settings_of(POLICIES, LOCAL_MODEL))
 
 
-@settings(max_examples=25, suppress_health_check=TMP)
+@settings(max_examples=examples(25), suppress_health_check=TMP)
 @given(setting=EITHER, actions=ACTIONS, more=ACTIONS, forked=st.booleans())
 def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tmp_path) -> None:
     session = setting.pair().session
@@ -166,7 +167,7 @@ def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tm
     assert_bit_equal(session, restored, more)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(settings_of(("sliding",)), ACTIONS)
 def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Action]) -> None:
     sliding = setting.pair().session
@@ -175,7 +176,7 @@ def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Act
     assert_bit_equal(sliding, shift, actions)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(EITHER, ACTIONS, ACTIONS)
 def test_what_a_fork_does_the_other_does_not_see(
     setting: Setting, actions: list[Action], more: list[Action]

@@ -9,6 +9,7 @@ from small_models import local_spec, small_model, state_specs
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODEL = small_model()
 LOCAL_MODEL = small_model(spec=local_spec())
@@ -49,7 +50,7 @@ def act(session: Session, kind: str, value: object) -> None:
         pass
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(["full", "sliding", "shift"]),

@@ -15,6 +15,7 @@ from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODEL = small_model()
 MODELS = {
@@ -94,7 +95,7 @@ def test_sessions_of_all_policies_write_what_each_writes_alone(sampling: Samplin
             require_same(session, other)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(["full", "sliding", "shift"]),

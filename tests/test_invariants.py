@@ -16,6 +16,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.policies import Sliding
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODEL = small_model()
 MODELS = {
@@ -69,7 +70,7 @@ def act(session: Session, action: tuple[str, object]) -> None:
         session.keep = value  # type: ignore[assignment]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bounded(ALL), ACTIONS)
 def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> None:
     session, spec = setting.session(), MODELS[setting.model].spec
@@ -94,7 +95,7 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
             assert use.states == spec.states.nbytes(torch.float32)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bounded(ALL), ACTIONS)
 def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:
     session = setting.session()
@@ -113,7 +114,7 @@ class ForwardFailed(Exception):
     """Raised in the middle of a forward."""
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     bounded(("plain", "delta_net")),
     TOKENS,
@@ -143,7 +144,7 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     assert torch.equal(session.logits, untouched.logits)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bounded(ALL), st.lists(TOKENS, min_size=1, max_size=4), st.sampled_from([1, 5, 64]))
 def test_the_prefill_step_does_not_change_logits(
     setting: Setting, prompts: list[list[int]], other_step: int
@@ -188,7 +189,7 @@ class AttentionProbe:
             fed += n
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bounded(), st.integers(1, 70))
 def test_each_token_sees_the_kept_tokens_and_the_whole_window(setting: Setting, count: int) -> None:
     probe = AttentionProbe(setting)
@@ -202,7 +203,7 @@ def test_each_token_sees_the_kept_tokens_and_the_whole_window(setting: Setting, 
         assert first_seen == pytest.approx((0 in seen) / len(seen), abs=1e-4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bounded(), ACTIONS)
 def test_no_distance_exceeds_the_budget(setting: Setting, actions: list) -> None:
     session = setting.session()

@@ -11,6 +11,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.memory_use import evaluated_by_rewind
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODELS = {
     "plain": MODEL,
@@ -27,7 +28,7 @@ def fed(model: Model, count: int = 300, **options: object) -> Session:
     return session
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     policy=st.sampled_from(["full", "sliding"]),

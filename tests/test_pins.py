@@ -12,6 +12,7 @@ from test_edits import distances, held
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 TEXT = list(b"a pinned stretch stays where it is while the window moves on without end")
 PINNED = range(20, 26)
@@ -240,7 +241,7 @@ def test_the_whole_budget_cannot_be_pinned() -> None:
     assert held(session) == [*range(7), len(session.tokens) - 1]
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 19), st.integers(1, 12), st.sampled_from([1, 3, 64]))
 def test_any_range_can_be_pinned(start: int, count: int, prefill_step: int) -> None:
     session, dense = (

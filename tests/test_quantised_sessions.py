@@ -21,6 +21,7 @@ from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import PolicyName
+from tests.examples import examples
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(700)]
@@ -160,7 +161,7 @@ def test_a_snapshot_holds_every_byte(policy: str, bits: Bits, tmp_path: Path) ->
         assert torch.equal(session.logits, found.logits)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.sampled_from(EACH),
     st.lists(

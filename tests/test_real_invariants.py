@@ -17,9 +17,10 @@ from session_state import differences, whole_state
 from kvkeep import PrefixStore, Session
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
+from tests.examples import examples
 
 QUICK = settings(
-    max_examples=2,
+    max_examples=examples(2),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

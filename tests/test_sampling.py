@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.sampling import Sampler, distribution
+from tests.examples import examples
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 LOGITS = torch.tensor(PROBABILITIES).log()
@@ -68,7 +69,7 @@ def test_filters_pass_the_likeliest_in_proportion(how: Sampling, passing: int) -
 LOGIT = st.integers(-2000, 2000).map(lambda n: n / 64)  # unequal ones stay unequal in float32
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     logits=st.lists(LOGIT, min_size=1, max_size=40),
     temperature=st.sampled_from([0.05, 0.7, 1.0, 2.0, 30.0]),

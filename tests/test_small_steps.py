@@ -14,6 +14,7 @@ from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
@@ -75,7 +76,7 @@ def grown(kind: str, name: str, bits: str | None, first: int, is_forked: bool) -
     return session.fork() if is_forked else session
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_a_small_step_gives_the_bits_of_its_tokens_one_by_one(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))

@@ -9,6 +9,7 @@ from session_state import same, whole_state
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 
 def template(**options) -> Session:
@@ -182,7 +183,7 @@ def test_names_that_cannot_be_are_refused() -> None:
 LETTERS = st.text("abcdefgh", min_size=0, max_size=4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), LETTERS, st.booleans())))
 def test_a_span_holds_what_took_the_place_of_its_own_tokens(edits: list) -> None:
     session = MODEL.session(256, policy="full")

@@ -26,6 +26,7 @@ from kvkeep.model import Model
 from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, NgramIndex, Offer, RowCost
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
@@ -45,7 +46,7 @@ def test_speculation_changes_no_bit_of_sessions_and_groups(first: int) -> None:
         run_case(1_000_000 + number)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 9999))
 def test_a_stream_has_the_same_text(number: int) -> None:
     random = Random(number)

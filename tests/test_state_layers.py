@@ -21,6 +21,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.states import causal_convolution
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODELS = {kind: small_model(spec=spec) for kind, spec in state_specs().items()}
 TEXT = [(17 * i * i + 5 * i) % 251 + 1 for i in range(150)]
@@ -44,7 +45,7 @@ def fed(model: Model, tokens: list[int] = TEXT, **options: Any) -> Session:
     return session
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 16), min_size=1, max_size=9))
 def test_logits_and_states_do_not_depend_on_the_steps(kind: str, counts: list[int]) -> None:
     tokens = TEXT[: sum(counts)]

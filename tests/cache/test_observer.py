@@ -14,6 +14,7 @@ from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]
@@ -64,7 +65,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(ACTIONS, st.sampled_from([1, 50, 512]))
 def test_queries_follow_rewinds_failures_and_forks(
     actions: list[tuple[str, int]], step: int

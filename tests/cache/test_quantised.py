@@ -13,6 +13,7 @@ from kvkeep.cache import BITS, AttentionConfig, Bits, Cells, KVCache, Layout, Ro
 from kvkeep.cache.attention import MASK_BIAS, attend_cells
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.quantised import QuantisedTensor, copy_stored, dequantise, hadamard, quantise
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 PLAIN = Layout(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
@@ -78,7 +79,7 @@ def test_the_hadamard_transform_keeps_products_and_is_its_own_inverse(head_dim: 
     torch.testing.assert_close(hadamard(x) @ hadamard(y).T, x @ y.T, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from([8, 4]),
     st.sampled_from([16, 64, 80, 96]),

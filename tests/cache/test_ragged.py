@@ -22,6 +22,7 @@ from torch import Tensor
 from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, RaggedCells, Rope, Segment
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.cache.quantised import SCALE_DTYPE, QuantisedTensor, dequantise, quantise, scale_count
+from tests.examples import examples
 
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
 LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
@@ -250,7 +251,7 @@ def reference_attention(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
     return out, float(logits.logsumexp(0))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(COUNTS, st.integers(1, 3), st.sampled_from([16, 8]))
 def test_attention_equals_a_softmax_over_each_heads_cells(
     counts: list[int], n: int, bits: int

@@ -25,6 +25,7 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
 from kvkeep.chat.output_reader import OutputReader
+from tests.examples import examples
 
 TOOLS = [Tool("weather"), Tool("shell")]
 
@@ -265,7 +266,7 @@ def check_written(name: str, tokens: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_an_answer_in_any_form_is_read_as_it_was_written(
     name: str, tokens: bool, data: st.DataObject
@@ -275,7 +276,7 @@ def test_an_answer_in_any_form_is_read_as_it_was_written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_many_answers_in_any_form_are_read_as_they_were_written(
     name: str, tokens: bool, data: st.DataObject
@@ -328,7 +329,7 @@ def check_garbage(name: str, tokens: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
     check_garbage(name, tokens, data)
@@ -336,7 +337,7 @@ def test_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), CASES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_much_garbage_loses_no_text(name: str, tokens: bool, data: st.DataObject) -> None:
     check_garbage(name, tokens, data)

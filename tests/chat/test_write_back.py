@@ -26,6 +26,7 @@ from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, written_answer
 from tests.chat.chats import ARGUMENTS
 from tests.chat.templates import ALL_TEMPLATES, write_codec
+from tests.examples import examples
 
 WEATHER = Tool("weather", "The weather", {"type": "object", "properties": {}})
 TOOLS = (WEATHER,)
@@ -115,7 +116,7 @@ def answers(draw: st.DrawFn) -> str:
     return f"{draw(SPACES)}<tool_call>{space}{call}\n</tool_call>{space}"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(template=st.sampled_from(list(ALL_TEMPLATES)), texts=st.lists(answers(), max_size=4))
 def test_prompts_go_on_behind_the_sampled_tokens(
     renderers: dict[str, ChatRenderer], template: str, texts: list[str]

@@ -23,6 +23,7 @@ from kvkeep.model import Model
 from kvkeep.models.spec.cells import group_layout
 from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
@@ -101,7 +102,7 @@ def test_a_group_of_forks_gives_the_same_bits_as_each_session_alone(kind: str) -
     assert same(whole_state(shared), before)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(sorted(STATE_LAYERS)), st.lists(st.integers(1, 70), min_size=2, max_size=5))
 def test_a_chunk_is_the_same_to_the_bit_however_it_is_cut(kind: str, counts: list[int]) -> None:
     mixer, projections = mixer_and_projections(kind, sum(counts))

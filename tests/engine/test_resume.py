@@ -16,6 +16,7 @@ from kvkeep import Sampling
 from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
 from kvkeep.model import Model
 from kvkeep.session.streaming import TextStream
+from tests.examples import examples
 
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 600}
 PROMPT = tuple((i * i * 7 + 3 * i) % 250 + 1 for i in range(200))
@@ -232,7 +233,7 @@ def test_a_stop_string_that_the_next_prompt_lacks_is_removed(smollm2: Model) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_withheld_tokens_are_those_whose_text_was_not_returned(
     data: st.DataObject, smollm2: Model
 ) -> None:

@@ -16,6 +16,7 @@ from kvkeep.engine import Engine
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid, prefill_step_at
 from kvkeep.model import Model
+from tests.examples import examples
 
 END = 251  # ends a message; `words` has no such token
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 4000}
@@ -89,7 +90,7 @@ def test_without_ends_of_messages_the_ends_are_multiples() -> None:
 
 @pytest.mark.parametrize("kind", ["local", "delta_net", "mamba2"])
 @given(counts=lengths, others=lengths, kept=st.integers(1, 12))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 def test_reuse_up_to_a_message_equals_evaluating_all(
     kind: str, counts: Lengths, others: Lengths, kept: int
 ) -> None:
@@ -124,7 +125,7 @@ def test_reuse_up_to_a_message_by_the_default_model_equals_evaluating_all(
 
 @pytest.mark.parametrize("kind", ["local", "delta_net"])
 @given(counts=lengths, turns=st.integers(1, 5))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 def test_what_is_reserved_covers_the_checkpoints_after_messages(
     kind: str, counts: Lengths, turns: int
 ) -> None:

@@ -20,6 +20,7 @@ from kvkeep.compression.methods.apply import (
 )
 from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
 # Methods whose result is some of the cells, chosen without queries: no residual cells.
@@ -40,7 +41,7 @@ def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
     return replace(candidates, cells=cells), which
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.data())
 def test_no_evicted_cell_has_a_higher_score_than_a_kept_one(
     lengths: list[int], data: st.DataObject

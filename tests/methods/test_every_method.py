@@ -13,6 +13,7 @@ from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.apply import compress
 from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
 
@@ -39,7 +40,7 @@ def with_statistics_if_needed(name: str, candidates: Candidates) -> Candidates:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(compressions())
 def test_every_layer_and_kv_head_keeps_the_given_number_of_cells(
     name: str, compression: tuple[Candidates, int]
@@ -63,7 +64,7 @@ def test_every_layer_and_kv_head_keeps_the_given_number_of_cells(
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(compressions())
 def test_evictions_keep_cells_bit_exactly(name: str, compression: tuple[Candidates, int]) -> None:
     candidates, count = compression
@@ -102,7 +103,7 @@ def test_bfloat16_cells_stay_bfloat16(name: str) -> None:
     assert cells.keys.dtype == cells.values.dtype == torch.bfloat16
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 1700), st.data())
 def test_a_long_run_is_thinned_evenly_chunk_by_chunk(total: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, total))

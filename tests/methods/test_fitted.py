@@ -23,6 +23,7 @@ from kvkeep.cache import Cells, Rope
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import MASS_EXPONENT, Fitted
 from kvkeep.compression.methods.statistics import Statistics
+from tests.examples import examples
 
 HEADS = (LAYERS, KV_HEADS)
 
@@ -55,7 +56,7 @@ def masses(cells: Cells) -> Tensor:
     return (cells.bias / MASS_EXPONENT).exp()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 40), st.booleans(), st.booleans(), st.data())
 def test_kept_keys_are_bit_exact(
     total: int, compressed: bool, statistics: bool, data: st.DataObject
@@ -94,7 +95,7 @@ def test_cells_unlike_all_kept_ones_are_evicted() -> None:
             torch.testing.assert_close(value, candidates.cells.values[head_index][index])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
 def test_kept_cells_take_over_the_mass_and_values_of_equal_ones(
     words: list[int], data: st.DataObject

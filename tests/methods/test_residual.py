@@ -17,6 +17,7 @@ from kvkeep.compression.methods import clusters, residual, residual_fit
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.clusters import Clusters, HeadCells
 from kvkeep.compression.methods.residual import FitContext, residual_cells
+from tests.examples import examples
 
 WIDTH = 16
 
@@ -26,7 +27,7 @@ def masks_of(candidates: Candidates, share: float, seed: int = 0) -> Tensor:
     return torch.rand(candidates.shape, generator=torch.Generator().manual_seed(seed)) < share
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 60), st.integers(0, 9), st.floats(0, 1), st.booleans(), st.integers(0, 2**30))
 def test_clusters_have_the_mass_the_mean_and_the_range_of_what_is_evicted(
     count: int, clusters: int, share: float, compressed: bool, seed: int

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compression.methods import similarity
 from kvkeep.compression.methods.similarity import most_similar, most_similar_older
+from tests.examples import examples
 
 SHAPES = {
     "layers": st.integers(1, 2),
@@ -33,7 +34,7 @@ def backend(request):
 
 
 @given(**SHAPES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_most_similar_finds_the_largest_product(
     backend, layers, kv_heads, rows, columns, width, seed
 ) -> None:
@@ -46,7 +47,7 @@ def test_most_similar_finds_the_largest_product(
 
 
 @given(**SHAPES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_most_similar_older_compares_only_with_older_vectors(
     backend, layers, kv_heads, rows, columns, width, seed
 ) -> None:

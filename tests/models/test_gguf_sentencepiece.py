@@ -18,6 +18,7 @@ from transformers import GemmaTokenizer, LlamaTokenizer
 from kvkeep.errors import BadModelFile
 from kvkeep.models.gguf.tokenizer import merges_by_score
 from kvkeep.models.text.codec import TextCodec
+from tests.examples import examples
 from tests.models.vocabularies import (
     BYTE,
     CONTROL,
@@ -168,7 +169,7 @@ def test_phi3_control_tokens_consume_following_spaces(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ids=st.lists(st.integers(0, 1499) | st.integers(3, 258), max_size=30), skip=st.booleans())
 def test_streamed_pieces_join_to_the_text(llama2: TextCodec, ids: list[int], skip: bool) -> None:
     whole = llama2.decode(ids, skip_special=skip)
@@ -180,7 +181,7 @@ def test_streamed_pieces_join_to_the_text(llama2: TextCodec, ids: list[int], ski
     assert given_so_far + stream.flush() == whole
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=30))
 def test_text_round_trips_whole_and_streamed(llama2: TextCodec, text: str) -> None:
     ids = llama2.encode(text)
@@ -200,7 +201,7 @@ def test_complete_character_survives_a_broken_one_after_it(llama2: TextCodec) ->
     assert stream.flush() == "\ufffd"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     pieces=st.lists(st.text("ab", min_size=2, max_size=6), unique=True, max_size=12),
     texts=st.lists(st.text("ab", max_size=20), min_size=5, max_size=5),

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
+from tests.examples import examples
 
 HI = [{"role": "user", "content": "Hi there"}]
 
@@ -43,7 +44,7 @@ def test_negative_ids_are_refused(codec: TextCodec) -> None:
         codec.decode([1, -3])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
 def test_streamed_pieces_join_to_the_text(codec: TextCodec, ids: list[int], skip: bool) -> None:
     whole = codec.decode(ids, skip_special=skip)
@@ -55,7 +56,7 @@ def test_streamed_pieces_join_to_the_text(codec: TextCodec, ids: list[int], skip
     assert given_so_far + stream.flush() == whole
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=30))
 def test_stream_holds_back_incomplete_characters(codec: TextCodec, text: str) -> None:
     ids = codec.encode(text)

@@ -13,6 +13,7 @@ from tokenizers.trainers import BpeTrainer
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from tests.examples import examples
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
 from tests.models.vocabularies import CORPUS, TEXTS
 
@@ -77,7 +78,7 @@ def codecs(
 
 
 @pytest.mark.parametrize("kind", ["smollm2", *KINDS])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=st.text(max_size=30) | st.sampled_from(TEXTS))
 def test_token_bytes_join_to_the_text(
     codecs: Callable[[str], TextCodec], kind: str, text: str

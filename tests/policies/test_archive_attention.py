@@ -10,6 +10,7 @@ from policies.archives import MODEL, TEXT, Setting, archived, archives, distance
 
 from kvkeep.errors import KvkeepError
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 BITS = 16  # tokens that one element of a value encodes
 
@@ -53,7 +54,7 @@ def decode_tokens(sums_by_element: torch.Tensor) -> set[int]:
     return {index * BITS + bit for index, bit in bits if sums[index] >> bit & 1}
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(archives(), st.integers(1, 240))
 def test_each_token_sees_the_kept_tokens_the_window_and_the_archive(
     setting: Setting, count: int
@@ -109,7 +110,7 @@ def act(session: Session, kind: str, amount: int, more: int) -> None:
         session.pin(start, start + more)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(EDITS)
 @example([("rewind", 1, 5)] * 6)  # all tokens
 def test_an_archive_at_ratio_1_equals_full_attention(

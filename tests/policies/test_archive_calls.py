@@ -11,6 +11,7 @@ from kvkeep import Sampling, SessionGroup
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 WARM = Sampling(temperature=1.2, seed=7)
 METHODS = ["fitted", "keydiff", "snapkv", "random", "expected_attention"]
@@ -20,7 +21,7 @@ class ForwardFailed(Exception):
     """Raised in the middle of a forward."""
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(archives(), st.integers(1, 120), st.integers(0, 1), st.integers(1, 7))
 def test_a_step_that_fails_inside_the_model_changes_nothing(
     setting: Setting, fed: int, layer: int, more: int

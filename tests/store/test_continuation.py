@@ -20,6 +20,7 @@ from kvkeep import Snapshot
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 MODEL = packed_model(spec_of(), None)
@@ -44,7 +45,7 @@ def equal_logits(first: Tensor | None, second: Tensor | None) -> bool:
     return first is second if first is None or second is None else torch.equal(first, second)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(SETTINGS, ACTIONS)
 @example({"policy": "full"}, BY_HEADS)
 @example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS)
@@ -84,7 +85,7 @@ def test_a_fork_fed_past_its_window_continues_bit_exactly(tmp_path: Path) -> Non
 COPIES_TAKEN = st.lists(st.sampled_from(["no", "snapshot", "fork", "both"]), min_size=8, max_size=8)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(SETTINGS, ACTIONS, COPIES_TAKEN)
 @example({"policy": "full"}, BY_HEADS, ["both"] * len(BY_HEADS))
 @example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS, ["snapshot"] * len(BY_HEADS))

@@ -26,6 +26,7 @@ from kvkeep.storage.prefixes.inventory import (
 )
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.container import read_container, write_container
+from tests.examples import examples
 
 WIDE_MODEL = loud_model(local_spec(window=200))  # whose windows are larger than a step
 STATE_MODELS = {kind: small_model(spec=spec) for kind, spec in state_specs().items()}
@@ -275,7 +276,7 @@ def test_checkpoints_that_no_prompt_keeps_are_surplus() -> None:
 
 
 @pytest.mark.extended
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     name=st.sampled_from(["wide", "delta_net"]),
     actions=st.lists(

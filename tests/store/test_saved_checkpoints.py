@@ -22,6 +22,7 @@ from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT
+from tests.examples import examples
 
 MODELS = {
     "local": LOCAL_MODEL,
@@ -85,7 +86,7 @@ def loaded(session: Session, path: Path, codec: str = "none") -> Session:
     return Session.restored(session.core.model, Snapshot.load(path))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     before=st.lists(ACTION, max_size=4),
