@@ -233,7 +233,10 @@ def test_the_whole_budget_cannot_be_pinned() -> None:
     session = MODEL.session(8, keep=2)
     session.feed(TEXT[:8])
     before = whole_state(session)
-    with pytest.raises(InvalidArgument, match="room for a window"):
+    with pytest.raises(
+        InvalidArgument,
+        match="6 cells would be pinned, and a budget of 8 has room for 5 beside the 2",
+    ):
         session.pin(2, 8)
     assert same(whole_state(session), before)
     session.pin(2, 7)

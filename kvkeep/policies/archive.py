@@ -187,18 +187,18 @@ class Archive(Policy):
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         min_window_cells = self.window + self.block + int(self.block / self.ratio) + 1
-        max_keep = self.max_kv_size - pinned_count - min_window_cells
+        max_keep = self.max_kv_size - min_window_cells
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
             )
         if not 0 <= self.keep <= max_keep:
-            pins = f" of which {pinned_count} are pinned" if pinned_count else ""
             raise InvalidArgument(
-                f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
-                f"blocks of {self.block} allows keep from 0 to {max(max_keep, 0)}; found "
-                f"{self.keep}: raise max_kv_size, or lower window"
+                f"a budget of {self.max_kv_size} cells with a window of {self.window} and blocks "
+                f"of {self.block} allows keep from 0 to {max(max_keep, 0)}; found {self.keep}: "
+                "raise max_kv_size, or lower window"
             )
+        self.check_pins(pinned_count, max_keep - self.keep)
         if self.reach < (min_reach := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
                 f"a span of {self.reach} positions is too short: a budget of {self.max_kv_size} "

@@ -47,13 +47,14 @@ class Sliding(Policy):
 
     def check(self, pinned_count: int = 0) -> None:
         super().check(pinned_count)
-        if not 0 <= self.keep < self.max_kv_size - pinned_count:
-            pins = f" of which {pinned_count} are pinned" if pinned_count else ""
+        room = self.max_kv_size - self.keep - 1  # for pins: the window has a cell at least
+        if self.keep < 0 or room < 0:
             raise InvalidArgument(
-                "keep must leave room for a window: expected 0 to "
-                f"{self.max_kv_size - pinned_count - 1} for a budget of {self.max_kv_size} cells"
-                f"{pins}, found {self.keep}; keep or pin fewer tokens, or raise max_kv_size"
+                f"keep must leave room for a window: expected 0 to {self.max_kv_size - 1} for a "
+                f"budget of {self.max_kv_size} cells, found {self.keep}; keep fewer tokens, or "
+                "raise max_kv_size"
             )
+        self.check_pins(pinned_count, room)
 
     def reconfigure(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""

@@ -5,13 +5,13 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, cellsOf, checkpointsOf, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, forgetText, heldText, pinText, replaceText, sizeText } = await import(`${FILES}/memory_text.js`);
-const { branchTitle, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince } = await import(`${FILES}/turns.js`);
+const { answerText, compressText, forgetText, heldText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
-const { isUndoName } = await import(`${FILES}/undo.js`);
+const { isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
 const span = (start, end) => ({ start, end });
@@ -72,9 +72,9 @@ test("shares count the tokens of each standing, and their cells add up to the se
   ]);
   assert.equal(cellsOf(sharesOf(held, 0, 20)), 10);
   assert.equal(standingText(sharesOf(held, 12, 16)), "forgotten");
-  assert.equal(standingText(sharesOf(held, 0, 20)), "4 of 20 tokens forgotten");
+  assert.equal(standingText(sharesOf(held, 0, 20)), "4 of 20 tokens pinned, 8 compressed, 4 forgotten");
   assert.equal(standingText(sharesOf(held, 12, 17)), "4 of 5 tokens forgotten");
-  assert.equal(standingText(sharesOf(held, 0, 12)), "8 of 12 tokens compressed");
+  assert.equal(standingText(sharesOf(held, 0, 12)), "4 of 12 tokens pinned, 8 compressed");
   assert.equal(standingText([]), "");
 });
 
@@ -113,20 +113,65 @@ test("forks that are kept for undo are known by their names", () => {
   assert.ok(!isUndoName("_undo"));
 });
 
+test("the newest change is undone, but no pin once the text has gone on", () => {
+  const steps = [{ operation: "pin", tokens: 20 }, { operation: "forget", tokens: 30 }];
+  assert.equal(offeredStep(steps, 20), steps[0]);
+  assert.equal(offeredStep(steps, 25), steps[1]);
+  assert.equal(offeredStep([steps[0]], 25), undefined);
+  assert.equal(offeredStep([], 25), undefined);
+});
+
+test("turns since a change are those with nothing that was said before it", () => {
+  const turn = (...texts) => ({ parts: texts.map((text, at) => ({ role: at ? "answer" : "question", text })) });
+  const since = (now, before) => turnsSince(now, before).map(({ parts }) => parts[0].text);
+  const before = [turn("A", "1"), turn("B", "2")];
+  assert.deepEqual(since(before, before), []);
+  assert.deepEqual(since([turn("A", "1")], before), []); // forgotten
+  assert.deepEqual(since([turn("A", "1"), turn("B", "3")], before), []); // answered once more
+  assert.deepEqual(since([turn("X", "1"), turn("B", "2")], before), []); // replaced
+  assert.deepEqual(since([turn("A", "1"), turn("C", "2'")], before), ["C"]); // said in the place of the forgotten one
+  assert.deepEqual(since([...before, turn("A", "1")], before), ["A"]); // said once more
+  const system = (text) => ({ parts: [{ role: "system", text }] });
+  assert.deepEqual(since([system("new"), ...before, { parts: [] }], [system("old"), ...before]), []);
+});
+
+test("a question and its answer are pinned apart, with all tokens of the turn", () => {
+  const parts = [{ role: "question", start: 13, end: 18 }, { role: "answer", start: 23, end: 40 }];
+  assert.deepEqual(pinnable({ start: 10, end: 42, parts }), [{ name: "question", ...span(10, 23) }, { name: "answer", ...span(23, 42) }]);
+  assert.deepEqual(pinnable({ start: 10, end: 18, parts: [parts[0]] }), [{ name: "", ...span(10, 18) }]);
+});
+
+test("what does not fit beside other pins is not pinned, which is said before", () => {
+  const runs = [run("kept", 0, 4), run("pinned", 4, 60), run("window", 60, 100)];
+  const held = memory({ tokens: 100, cells: 100, max_kv_size: 100, runs });
+  assert.equal(pinRoom(held), 39);
+  assert.match(pinText(held, { start: 60, end: 99 }), /^Never forgotten .* leaves 1 for/);
+  assert.match(pinText(held, { start: 60, end: 100 }), /^Not enough room .* takes 40 cells, and 39 cells can still be pinned/);
+  assert.equal(pinRoom({ ...held, max_kv_size: null }), Infinity);
+});
+
+test("the longest answer leaves half of the memory to what led to it", () => {
+  assert.deepEqual([null, 100_000, 512, 1].map((max_kv_size) => longestAnswer({ max_kv_size })), [1024, 1024, 256, 1]);
+});
+
+test("a pinned turn stays pinned when its end token is evicted, and counts what is pinned in part", () => {
+  const shares = (...counts) => counts.map(([standing, tokens]) => ({ standing, tokens, cells: 0 }));
+  assert.equal(standingText(shares(["pinned", 45], ["forgotten", 1])), "pinned");
+  assert.equal(standingText(shares(["forgotten", 2], ["pinned", 18], ["forgotten", 2])), "18 of 22 tokens pinned, 4 forgotten");
+});
+
 test("what a change would free or cost is said by the cells that are held", () => {
   const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
   const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
   const bytes = (count) => `${count} bytes`;
-  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens forgotten/);
-  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /^Frees 5 cells \(200 bytes\)/);
-  const parts = [{ role: "question" }, { role: "answer" }];
-  assert.match(pinText(held, { start: 5, end: 15, parts }), /^Question and answer together: 5 cells of 100 .* 5 tokens are forgotten already/);
-  assert.equal(pinText(held, { start: 5, end: 10, parts: [] }), "5 cells of 100 are never forgotten then.");
-  assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "20 tokens in 10 of 100 cells, 10 of them forgotten. 1000 bytes reserved.");
-  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^20 tokens in 10 cells, .* reserved, 9 bytes of it shared/);
+  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
+  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
+  assert.match(pinText(held, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves 85 for .* 5 tokens are forgotten already/);
+  assert.equal(pinText({ ...held, max_kv_size: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned.");
+  assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
+  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
   assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 300 bytes.");
-  assert.match(replaceText(held, 15, true), /^Changes .* Reads the new text alone; .* 5 tokens after it/);
-  assert.match(replaceText(held, 15, false), /^Reads the new text alone/);
+  assert.match(recomputeText(held, 15), /^Evaluate the 5 tokens after it again/);
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
   assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
   assert.equal(answerText(timings, 20), "The last answer reused all 20 tokens in memory, read 3 new ones and wrote 1.");

@@ -63,9 +63,9 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
         page.goto("/#/chat/narrow")
         page.locator(".turn-bars button").last.click()
         page.get_by_role("button", name="Memory", exact=True).first.click()
-        page.locator(".turn-card").get_by_role("button", name="Pin", exact=True).click()
+        page.locator(".turn-card").get_by_role("button", name="Pin question").click()
         status = page.locator("#status")
-        expect(status).to_have_text("Turn 1 is pinned.")
+        expect(status).to_have_text("The question of turn 1 is pinned.")
         assert status.evaluate(_IS_ON_TOP)
         assert page.locator(".composer textarea").evaluate(_IS_ON_TOP)
         assert page.locator(".turn-card button").first.evaluate(_IS_ON_TOP)
@@ -127,8 +127,6 @@ def test_the_heading_takes_at_most_two_rows_with_undo(
         page.get_by_role("button", name="Branch", exact=True).click()
         expect(page.get_by_role("link", name="Back to")).to_be_visible()
         page.locator(".turn-bars button").last.click()
-        if width < 1440:
-            page.locator(".panel-button").click()
         page.locator(".turn-card").get_by_role("button", name="Forget").click()
         expect(page.get_by_role("button", name="Undo forget")).to_be_visible()
         assert page.locator(".chat-header").evaluate("(e) => e.offsetHeight") < 80
@@ -174,7 +172,9 @@ def test_sizes_are_said_in_the_same_words(page: Page, server: RunningServer) -> 
     create(server, "same-words", turns=4, policy="sliding", max_kv_size=64)
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto("/#/chat/same-words")
-    words = re.compile(r"\d+ tokens in 64 of 64 cells, \d+ of them forgotten\. .* reserved")
+    words = re.compile(
+        r"64 of 64 cells in use\. \d+ tokens, of which \d+ are forgotten\. .* reserved"
+    )
     expect(page.locator(".memory-panel")).to_contain_text(words)
     page.get_by_role("link", name="Inspect", exact=True).click()
     expect(page.locator("main .strip")).to_be_visible()

@@ -61,7 +61,7 @@ def drop_first_tokens(page: Page, client: httpx.Client, name: str, count: int = 
     total = memory(client, name)["tokens"]
     body = {"op": "delete", "start": 0, "end": count}
     assert client.post(f"/v1/sessions/{name}/edit", json=body).status_code == 200
-    expect(page.locator("main")).to_contain_text(f"{total - count} tokens in")
+    expect(page.locator("main")).to_contain_text(f"cells in use. {total - count} tokens")
 
 
 def test_a_selected_span_is_followed_through_edits(page: Page, client: httpx.Client) -> None:
@@ -301,5 +301,5 @@ def test_a_session_that_takes_the_name_of_a_deleted_one_has_nothing_selected(
     assert client.delete(f"/v1/sessions/{name}").status_code == 200
     assert client.post("/v1/sessions", json=settings).status_code == 201
     assert client.post(f"/v1/sessions/{name}/feed", json={"text": TEXT * 2}).status_code == 200
-    expect(page.locator("main")).not_to_contain_text(f"{total} tokens in")
+    expect(page.locator("main")).not_to_contain_text(f"cells in use. {total} tokens")
     expect_no_selection(page)

@@ -232,7 +232,7 @@ def test_two_tabs_show_the_same(page: Page, client: httpx.Client) -> None:
     expect(other.locator("tbody tr").first).to_contain_text("pin")
     client.post(f"/v1/sessions/{name}/generate", json={"max_tokens": 4, "ignore_eos": True})
     for item in (page, third):
-        expect(item.locator("main")).to_contain_text(f"{last + 4} tokens in")
+        expect(item.locator("main")).to_contain_text(f"cells in use. {last + 4} tokens")
         expect(item.locator(f'.text [data-at="{last + 3}"]')).to_be_visible()
 
 
@@ -250,7 +250,7 @@ def test_a_change_for_an_outdated_revision_is_refused(page: Page, client: httpx.
     assert memory(client, name)["tokens"] == last - 1
     page.unroute("**/memory")
     page.reload()
-    expect(page.locator("main")).to_contain_text(f"{last - 1} tokens in")
+    expect(page.locator("main")).to_contain_text(f"cells in use. {last - 1} tokens")
 
 
 def test_the_page_works_by_keyboard_alone(page: Page, client: httpx.Client) -> None:

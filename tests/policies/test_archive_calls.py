@@ -129,7 +129,7 @@ def test_keep_cannot_be_changed_once_tokens_are_archived() -> None:
 def test_a_pin_that_leaves_no_room_for_the_window_is_refused() -> None:
     session = Setting(max_kv_size=34).fed(100)
     before = state(session)
-    with pytest.raises(InvalidArgument, match="raise max_kv_size, or lower window"):
+    with pytest.raises(InvalidArgument, match="not enough room for pins"):
         session.pin(90, 96)
     assert same(state(session), before)
 

@@ -16,7 +16,7 @@ import { standingNote, turnElement } from "./message.js";
 import { fetchPieces } from "./pieces.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
-import { stepsAmong } from "./undo.js";
+import { offeredStep, stepsAmong } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
@@ -131,7 +131,7 @@ export class ChatView {
     this.frame.setTitle("New chat");
     this.frame.welcome(
       `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`,
-      "The strip above the chat is the model's memory: each turn has a part there, as wide as what it takes, and coloured by whether it is still held.",
+      "The strip above the chat is the model's memory: each turn has a part there, the wider the more memory it takes, and coloured by whether it is still held.",
       "Select a turn to pin it, to make the model forget it or to replace what it said; Undo takes every change back.",
     );
   }
@@ -193,7 +193,7 @@ export class ChatView {
     if (this.name === null || !this.memory) return;
     const { name, edits } = this;
     const entries = knownSessions();
-    const [step] = edits ? stepsAmong(entries, name) : [];
+    const step = edits ? offeredStep(stepsAmong(entries, name), this.memory.tokens) : undefined;
     const origin = originOf(entries, name);
     const shown = JSON.stringify([name, step, origin]);
     if (shown === this.shownHeader) return;
@@ -201,7 +201,7 @@ export class ChatView {
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
     const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
     const branch = edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, undoButton, branch, link);
+    fill(this.frame.buttons, branch, link, undoButton);
     this.frame.setOrigin(origin);
   }
 

@@ -3,7 +3,7 @@
 import { changeError, changeHeaders } from "./session_change.js";
 import { keepEnd } from "./answer_end.js";
 import { get, messageOf, send, streamEvents } from "./api.js";
-import { keep, keptOf, nameFor, titleFor } from "./chat_settings.js";
+import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, number, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
@@ -32,6 +32,7 @@ export class ChatAnswers {
 
   /** @param {string} content */
   async say(content) {
+    if (this.chat.frame.isPanelOver && this.chat.frame.isPanelOpen) this.chat.frame.togglePanel(false);
     if (!(await this.chat.exclusively(() => this.begin(content)))) this.chat.frame.box.restore(content);
   }
 
@@ -71,17 +72,18 @@ export class ChatAnswers {
     chat.frame.log.append(turn.element);
     chat.frame.goToEnd();
     const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
-    const body = { content, stream: true, ...system, ...keptOf(memory.name).sampling };
+    const body = { content, stream: true, max_tokens: longestAnswer(memory), ...system, ...keptOf(memory.name).sampling };
     const stoppedEarly = await this.stream(body, turn, () => chat.frame.box.restore(content));
     if (stoppedEarly) showStatus(stoppedText((chat.memory?.tokens || 0) - memory.tokens));
   }
 
   // Goes on with the newest answer where it ended, or begins it if there is none.
   async continueAnswer() {
-    const { sampling } = keptOf(/** @type {string} */ (this.chat.name));
+    const memory = /** @type {Memory} */ (this.chat.memory);
+    const { sampling } = keptOf(memory.name);
     const turn = openTurn(null);
     this.chat.frame.log.append(turn.element);
-    await this.stream({ stream: true, ...sampling }, turn, () => {});
+    await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn, () => {});
   }
 
   // Streams an answer into a turn that is shown. onNothing: called if nothing was generated. Returns whether it was stopped before that.

@@ -1,12 +1,13 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
-import { send } from "./api.js";
 import { changeError, changeHeaders } from "./session_change.js";
-import { askSettings, branchTitle, keep, keptOf, nameFor, titleFor, titleOf } from "./chat_settings.js";
+import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
+import { get, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
 import { fetchSessions } from "./session_list.js";
-import { canGoBackTo } from "./turns.js";
+import { fetchPieces } from "./pieces.js";
+import { canGoBackTo, turnsOf, turnsSince } from "./turns.js";
 import { dropUndo, keepUndo, undo } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -66,9 +67,17 @@ export class ChatChanges {
     await this.chat.reload();
   }
 
+  // Undoes a change. What was said since then is kept in a branch, if that is agreed to.
   /** @param {import("./undo.js").Step} step */
   async undo(step) {
     const memory = /** @type {Memory} */ (this.chat.memory);
+    const later = await this.turnsSince(step);
+    if (later.length) {
+      const turns = later.length === 1 ? "The turn" : `The ${later.length} turns`;
+      const text = `This takes the conversation back to before that change. ${turns} since then will be kept in a branch.`;
+      if (!(await promptDialog(`Undo ${step.operation}?`, [], "Undo", h("p", {}, text)))) return;
+      if (!(await this.fork(null, ""))) return;
+    }
     /** @type {unknown} */
     let failure = null;
     try {
@@ -78,7 +87,16 @@ export class ChatChanges {
     }
     this.chat.memory = null;
     await this.reloadAll();
-    showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.`, failure !== null);
+    const kept = later.length ? " The turns since then are in the newest branch of this conversation." : "";
+    showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.${kept}`, failure !== null);
+  }
+
+  // Returns the turns that were added after a change.
+  /** @param {import("./undo.js").Step} step */
+  async turnsSince(step) {
+    const before = /** @type {Memory} */ (await get(`/v1/sessions/${step.name}/memory`));
+    const pieces = await fetchPieces(step.name, 0, before.tokens);
+    return turnsSince(this.chat.turns, turnsOf(before, pieces.map(({ text }) => text)));
   }
 
   // Removes an answer, and has the question answered once more, which stays with its pins.
@@ -161,7 +179,8 @@ export class ChatChanges {
     const { chat } = this;
     const { name } = chat;
     const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
-    const values = await askSettings({ ...this.systemPrompt(), sampling, defaults: chat.settings.sampling || {}, session: name === null ? chat.newSession : null });
+    const defaults = { ...chat.settings.sampling, max_tokens: longestAnswer(chat.room) };
+    const values = await askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
     if (!values) return;
     if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];
     else keep(name, { sampling: values.sampling });
@@ -172,7 +191,7 @@ export class ChatChanges {
   systemPrompt() {
     if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
     const part = this.systemPart();
-    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "this conversation began without one", isSystemEditable: Boolean(part) };
+    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "none was given before the first message; the chat template may write its own", isSystemEditable: Boolean(part) };
   }
 
   systemPart() {

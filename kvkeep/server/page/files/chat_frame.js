@@ -101,7 +101,12 @@ export class ChatFrame {
     this.selected = label === this.selected && from === "strip" ? null : label;
     if (this.memory) this.drawMemory(this.memory, this.turns, this.lastAnswer);
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
-    else this.togglePanel(true);
+    if (from === "chat" || (this.selected !== null && this.isPanelOver)) this.togglePanel(true);
+  }
+
+  // Whether the panel lies over the chat when it is open, as there is no room beside it.
+  get isPanelOver() {
+    return getComputedStyle(this.panelButton).display !== "none";
   }
 
   get isPanelOpen() {

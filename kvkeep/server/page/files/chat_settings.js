@@ -85,6 +85,12 @@ export function titleFor(text) {
 const POLICIES = ["", "sliding", "shift", "archive", "self_extend", "full"];
 
 /**
+ * Returns the tokens of the longest answer, unless Settings say another: half of the memory's budget at most.
+ * @param {{max_kv_size: number | null}} memory
+ */
+export const longestAnswer = ({ max_kv_size }) => Math.min(1024, Math.max(1, Math.floor((max_kv_size ?? Infinity) / 2)));
+
+/**
  * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
  * @param {object} current
  * @param {Sampling} current.sampling @param {Record<string, number>} current.defaults of the server

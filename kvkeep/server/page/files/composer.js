@@ -128,6 +128,7 @@ export function composer(onSend, onStop, onSettings, room) {
     /** @param {boolean} value whether an answer is generated */
     setStoppable(value) {
       stopButton.hidden = !value;
+      sendButton.hidden = value;
     },
     /** Puts a message back that was not sent. @param {string} text */
     restore(text) {

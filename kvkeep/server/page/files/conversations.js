@@ -113,6 +113,9 @@ export function nested(entries) {
 /** @param {string} name */
 const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).find((link) => link.dataset.name === name)?.focus();
 
+/** @type {Record<string, string>} */
+const SIGNS = { Rename: "✎", Delete: "×" };
+
 /** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => void} reload */
 function item(entry, depth, edits, reload) {
   const { name } = entry;
@@ -134,7 +137,7 @@ function item(entry, depth, edits, reload) {
     reload();
   };
   /** @param {string} label @param {() => void} run */
-  const button = (label, run) => h("button", { class: "small", "aria-label": `${label} ${title}`, onclick: run }, label);
+  const button = (label, run) => h("button", { class: "small", title: label, "aria-label": `${label} ${title}`, onclick: run }, SIGNS[label]);
   const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", rename), button("Delete", remove)) : null;
   const indent = { paddingLeft: `${Math.min(depth, 4) * 14}px` };
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);

@@ -77,8 +77,8 @@ export function bytes(count) {
 /** @param {number} seconds since 1970 */
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
-/** @param {string} name */
-export const sessionLink = (name) => h("a", { href: `#/sessions/${name}` }, name);
+/** @param {string} name @param {string} [text] by default its name */
+export const sessionLink = (name, text = name) => h("a", { href: `#/sessions/${name}`, title: name }, text);
 
 // A link to the view's data as JSON. With an API key the page has to fetch it: a link sends none.
 /** @param {string} path */
@@ -89,7 +89,7 @@ export function jsonLink(path) {
     const text = JSON.stringify(await get(path), null, 1);
     window.open(URL.createObjectURL(new Blob([text], { type: "application/json" })));
   };
-  return h("a", { class: "json-link", href: path, target: "_blank", rel: "noopener", onclick: open }, "JSON");
+  return h("a", { class: "json-link", href: path, target: "_blank", rel: "noopener", title: "What is shown here, as JSON", onclick: open }, "JSON");
 }
 
 /** @param {string} text @param {string | null} path of its JSON @param {any[]} children */
@@ -115,7 +115,7 @@ export function promptDialog(heading, fields, action, ...notes) {
       h(
         "div",
         { class: "actions" },
-        h("button", { value: "done", class: "main" }, action),
+        h("button", { value: "done", class: action === "Delete" ? "main danger" : "main" }, action),
         h("button", { value: "", formnovalidate: "" }, "Cancel"),
       ),
     );
@@ -127,6 +127,8 @@ export function promptDialog(heading, fields, action, ...notes) {
     });
     document.body.append(dialog);
     dialog.showModal();
+    const first = dialog.querySelector("input, textarea");
+    if (first instanceof HTMLInputElement && first.type === "text") first.select(); // typing replaces it
   });
 }
 

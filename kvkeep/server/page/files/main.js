@@ -19,7 +19,7 @@ const VIEWS = [
   [/^#\/operations$/, async () => (await import("./operations.js")).operations],
   [/^#\/missed(?:\/(\d+))?$/, () => misses],
   [/^#\/sessions\/([^/]+)\/heads$/, async () => (await import("./heads.js")).heads],
-  [/^#\/sessions\/([^/]+)$/, async () => (await import("./session.js")).session],
+  [/^#\/sessions\/([^/]+)(?:\/at\/(\d+))?$/, async () => (await import("./session.js")).session],
 ];
 
 const content = byId("content");

@@ -2,10 +2,10 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, compressText, forgetText, heldText, pinText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, compressText, forgetText, heldText, pinRoom, pinText, recomputeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { canGoBackTo, rangesOf } from "./turns.js";
+import { canGoBackTo, cellsOf, pinnable, rangesOf, sharesOf } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
@@ -84,47 +84,63 @@ function whyButton(memory, container) {
 /** @param {Memory} memory @param {Turn} turn @param {Actions | null} actions */
 function turnElements(memory, turn, actions) {
   const title = turn.label.replace(/^./, (letter) => letter.toUpperCase());
-  const heading = [h("h3", {}, title), h("p", {}, heldText(memory, turn))];
+  const what = turn.label === "opening" ? h("p", { class: "hint" }, "What the chat template writes before the first message, such as the model's own system prompt.") : null;
+  const heading = [h("h3", {}, title), what, h("p", {}, heldText(memory, turn))];
   if (!actions) return heading;
   const { start, end } = turn;
   const isHeld = (/** @type {import("./turns.js").Part} */ part) => !rangesOf(memory, part.start, part.end, (standing) => standing === "forgotten").length;
   const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
   const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
-  const isPinned = rangesOf(memory, start, end, (standing) => standing === "pinned").length > 0;
-  const pin = () => actions.change("pin", "pin", held, `${title} is pinned.`);
-  const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${title} is no longer pinned.`);
   const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
-  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} is forgotten.`);
+  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
   const replaceable = turn.parts.filter(isHeld);
   const canBranch = canGoBackTo(memory, end);
   const impossible = [
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
-    held.length && replaceable.length < turn.parts.length ? `Not to be replaced, as part of it is forgotten: ${turn.parts.filter((part) => !isHeld(part)).map(({ role }) => role).join(", ")}.` : "",
+    held.length && replaceable.length < turn.parts.length ? `Part of the ${turn.parts.filter((part) => !isHeld(part)).map(({ role }) => role).join(" and of the ")} is forgotten, so it cannot be replaced.` : "",
     canBranch ? "" : "No branch can begin here: part of the text around this place is not held any more.",
   ];
   return [
     heading,
-    isPinned ? action("Unpin", "It may be forgotten again.", unpin) : held.length ? action("Pin", pinText(memory, turn), pin) : null,
+    pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
     held.length ? action("Forget", forgetText(memory, turn, bytes), forget) : null,
-    replaceable.map((part, index) => action(`Replace ${part.role}`, replaceText(memory, part.end, !index), () => replace(part, actions))),
+    replaceable.map((part, index) => action(`Replace ${part.role}`, replaceText(!index), () => replace(memory, part, actions))),
     canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];
 }
 
+/**
+ * Creates what pins or unpins a part of a turn; null if none of it is held.
+ * @param {Memory} memory @param {Turn} turn @param {{name: string, start: number, end: number}} range @param {Actions} actions
+ */
+function pinAction(memory, turn, { name, start, end }, actions) {
+  const subject = name ? `The ${name} of ${turn.label}` : turn.label.replace(/^./, (letter) => letter.toUpperCase());
+  const label = (/** @type {string} */ verb) => (name ? `${verb} ${name}` : verb);
+  if (rangesOf(memory, start, end, (standing) => standing === "pinned").length) {
+    const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${subject} is no longer pinned.`);
+    return action(label("Unpin"), "It may be forgotten again.", unpin);
+  }
+  const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
+  if (!held.length) return null;
+  const text = pinText(memory, { start, end });
+  if (cellsOf(sharesOf(memory, start, end)) > pinRoom(memory)) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
+  return action(label("Pin"), text, () => actions.change("pin", "pin", held, `${subject} is pinned.`));
+}
+
 /** @param {string} label @param {string} cost @param {() => void} run */
 const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), h("p", {}, cost));
 
-/** @param {import("./turns.js").Part} part @param {Actions} actions */
-async function replace(part, actions) {
+/** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
+async function replace(memory, part, actions) {
   const fields = [
     { name: "text", label: "New text", kind: "textarea", value: part.text, required: true },
-    { name: "recompute", label: "Evaluate what follows again (exact)", kind: "checkbox" },
+    { name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" },
   ];
   const values = await promptDialog(`Replace ${part.role}`, fields, "Replace");
   if (!values || values.text === part.text) return;
   const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  actions.change("replace", "edit", [body], "Replaced in memory.");
+  actions.change("replace", "edit", [body], part.role === "question" ? "The question was replaced in memory; its answer stays as it was." : "Replaced in memory.");
 }
 
 // Creates the control that compresses the whole memory. Policies other than full evict by themselves: they have none.

@@ -8,13 +8,16 @@ const count = (value) => Math.round(value).toLocaleString("en-US");
 /** @param {number} value @param {string} noun */
 const counted = (value, noun) => `${count(value)} ${noun}${Math.round(value) === 1 ? "" : "s"}`;
 
+/** @type {Record<string, string>} */
+const HELD = { window: "held until newer text needs the room", kept: "kept for good, as the beginning of the text" };
+
 /**
  * Returns what a turn holds.
  * @param {Memory} memory @param {{start: number, end: number}} turn
  */
 export function heldText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
-  const standing = { window: "in the window", kept: "kept", pinned: "pinned" }[standingText(shares)] || standingText(shares);
+  const standing = HELD[standingText(shares)] || standingText(shares);
   return `${counted(end - start, "token")} in ${counted(cellsOf(shares), "cell")}, ${standing}.`;
 }
 
@@ -24,32 +27,41 @@ export function heldText(memory, { start, end }) {
  */
 export function forgetText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
-  return `Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}) and removes the text. What follows stays as it was computed with it.`;
+  return `Removes the text from memory and from this chat. Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}, which Undo keeps for now). Later turns keep what they took from it.`;
 }
 
-/** @param {{role: string}[]} parts */
-const namesOf = (parts) => parts.map(({ role }) => role).join(" and ").replace(/^./, (letter) => letter.toUpperCase());
+/**
+ * Returns how many cells can still be pinned: one at least is left for other text.
+ * @param {Memory} memory
+ */
+export const pinRoom = (memory) => (memory.max_kv_size === null ? Infinity : memory.max_kv_size - countOf(memory, "pinned") - countOf(memory, "kept") - 1);
 
 /**
- * Returns what it would do to pin a turn.
- * @param {Memory} memory @param {import("./turns.js").Turn} turn
+ * Returns what it would do to pin a range, or why there is no room for it.
+ * @param {Memory} memory @param {{start: number, end: number}} range
  */
-export function pinText(memory, { start, end, parts }) {
+export function pinText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
   const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
-  const cells = cellsOf(shares);
-  const subject = parts.length > 1 ? `${namesOf(parts)} together: ` : "";
-  const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
+  const [cells, room] = [cellsOf(shares), pinRoom(memory)];
+  if (cells > room) return `Not enough room to pin this: it takes ${counted(cells, "cell")}, and ${counted(Math.max(0, room), "cell")} can still be pinned. Unpin something first.`;
+  const rest = memory.max_kv_size === null ? "" : ` Takes ${count(cells)} of ${counted(memory.max_kv_size, "cell")}, and leaves ${count(room + 1 - cells)} for text that is not pinned.`;
   const note = lost ? ` ${counted(lost, "token")} are forgotten already and cannot be pinned.` : "";
-  return `${subject}${counted(cells, "cell")}${budget} are never forgotten then.${note}`;
+  return `Never forgotten until it is unpinned.${rest}${note}`;
 }
 
 /**
- * Returns what it would do to replace a text with the rest as it is, or evaluated again.
- * @param {Memory} memory @param {number} end of the text @param {boolean} isFirst of those that can be replaced
+ * Returns what it would do to replace a text.
+ * @param {boolean} isFirst of those that can be replaced
  */
-export const replaceText = (memory, end, isFirst) =>
-  `${isFirst ? "Changes what the model remembers, and asks nothing. " : ""}Reads the new text alone; to be exact, ${counted(memory.tokens - end, "token")} after it as well.`;
+export const replaceText = (isFirst) => (isFirst ? "Changes what the model remembers, and asks nothing. You choose whether what follows is evaluated again." : "");
+
+/**
+ * Returns the label of the choice to evaluate what follows a replaced text.
+ * @param {Memory} memory @param {number} end of the text
+ */
+export const recomputeText = (memory, end) =>
+  `Evaluate the ${counted(memory.tokens - end, "token")} after it again: slower, and the memory is as if the new text had always been there`;
 
 /**
  * Returns what a session holds, and what that takes.
@@ -58,9 +70,9 @@ export const replaceText = (memory, end, isFirst) =>
 export function sizeText(memory, bytes) {
   const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
   const lost = countOf(memory, "forgotten");
-  const forgotten = lost ? `, ${count(lost)} of them forgotten` : "";
-  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with branches and Undo` : "";
-  return `${counted(memory.tokens, "token")} in ${count(memory.cells)}${budget} cells${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
+  const forgotten = lost ? `, of which ${count(lost)} are forgotten` : "";
+  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with branches or kept for Undo` : "";
+  return `${count(memory.cells)}${budget} cells in use. ${counted(memory.tokens, "token")}${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
 }
 
 export const RESERVED_HINT = "Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";

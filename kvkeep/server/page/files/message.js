@@ -26,8 +26,11 @@ export function turnElement(turn, buttons) {
  */
 export function standingNote(memory, { start, end }) {
   const text = standingText(sharesOf(memory, start, end));
-  const standing = ["forgotten", "compressed", "pinned"].find((name) => text.endsWith(name));
-  return standing ? h("span", { class: "standing" }, h("span", { class: `swatch ${standing}` }), ` ${text}`) : null;
+  const standing = ["pinned", "forgotten", "compressed"].find((name) => text.includes(name));
+  if (!standing) return null;
+  const isPartly = text.includes("forgotten") && text !== "forgotten";
+  const link = isPartly ? h("a", { href: `#/sessions/${memory.name}/at/${start}`, title: "Show this text with its forgotten words struck through" }, "which words?") : null;
+  return h("span", { class: "standing" }, h("span", { class: `swatch ${standing}` }), ` ${text} `, link);
 }
 
 /** @param {Part} part @param {(HTMLElement | null)[]} buttons */

@@ -2,7 +2,10 @@
 
 import { get } from "./api.js";
 import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
+import { titleOf } from "./chat_settings.js";
 import { onOperation } from "./live.js";
+import { fetchSessions, knownSessions } from "./session_list.js";
+import { isUndoName } from "./undo.js";
 
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
@@ -10,14 +13,14 @@ const MAX_ROWS = 200;
 /** @param {HTMLElement} container @param {View} view */
 export async function operations(container, { signal }) {
   const rows = h("tbody");
-  const { data } = await get(PATH);
-  fill(rows, data.map(row));
+  const [{ data }] = await Promise.all([get(PATH), fetchSessions()]);
+  fill(rows, data.filter(isShown).map(row));
   onOperation((operation) => {
-    if (!operation) return;
+    if (!operation || !isShown(operation)) return;
     rows.prepend(row(operation));
     while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
   }, signal);
-  const names = ["Time", "Session", "Operation", "Tokens", "Milliseconds", "Bytes", "Revision"];
+  const names = ["Time", "Operation", "Session", "Tokens", "Milliseconds", "Bytes", "Revision"];
   fill(
     container,
     title("Operations", PATH),
@@ -29,14 +32,25 @@ export async function operations(container, { signal }) {
   );
 }
 
+// Copies for Undo are this page's own.
+/** @param {Operation} operation */
+const isShown = ({ session }) => !isUndoName(session);
+
+// The link to a session, or the name of one that is not there any more.
+/** @param {string} name */
+function sessionCell(name) {
+  const entry = knownSessions().find((known) => known.name === name);
+  return entry ? sessionLink(name, titleOf(entry)) : name;
+}
+
 /** @param {Operation} operation */
 function row(operation) {
   return h(
     "tr",
     {},
     h("td", {}, clock(operation.when)),
-    h("td", {}, sessionLink(operation.session)),
     h("td", {}, operation.what),
+    h("td", {}, sessionCell(operation.session)),
     h("td", {}, number(operation.tokens)),
     h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer
     h("td", {}, bytes(operation.nbytes)),

@@ -11,6 +11,7 @@ import { Change } from "./session_change.js";
 import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
 import { redraw, Selection, tokenElements } from "./tokens.js";
+import { isUndoName } from "./undo.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 
@@ -18,7 +19,7 @@ const SHOWN = 2048; // tokens of the text at a time
 export async function session(container, { signal, edits, parts }) {
   const name = parts[1];
   const memory = await get(`/v1/sessions/${name}/memory`);
-  await new SessionView(container, signal, edits, memory).open();
+  await new SessionView(container, signal, edits, memory).open(parts[2] === undefined ? null : Number(parts[2]));
 }
 
 class SessionView {
@@ -72,9 +73,12 @@ class SessionView {
     }, this.signal);
   }
 
-  async open() {
+  /** @param {number | null} at the token whose text is shown first; null for the end */
+  async open(at) {
+    if (at !== null && at < this.firstShown) this.first = at;
     await this.draw();
-    this.text.scrollTop = this.text.scrollHeight;
+    const token = at === null ? null : /** @type {HTMLElement | null} */ (this.text.querySelector(`[data-at="${at}"]`));
+    this.text.scrollTop = token ? token.offsetTop - this.text.offsetTop : this.text.scrollHeight;
   }
 
   async reload() {
@@ -180,7 +184,7 @@ function factLine(memory) {
   return [
     `${sizeText(memory, bytes)} Policy ${memory.policy}. `,
     overwrittenParts(memory),
-    memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
+    memory.parent && !isUndoName(memory.parent) ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
     memory.last_prompt && isPrompt(memory) ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
     tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
     `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),

@@ -2,6 +2,7 @@
 
 import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";
 
@@ -54,7 +55,7 @@ function row(entry) {
   return h(
     "tr",
     {},
-    h("th", { scope: "row" }, sessionLink(entry.name), entry.named ? null : h("small", {}, " cached prompt")),
+    h("th", { scope: "row" }, sessionLink(entry.name, titleOf(entry)), entry.named ? null : h("small", {}, " cached prompt")),
     h("td", {}, inMemory ? number(entry.tokens) : ""),
     h("td", {}, inMemory ? `${number(entry.cells)}${budget}` : ""),
     h("td", {}, inMemory ? bytes(entry.bytes) : ""),

@@ -2,7 +2,9 @@
 
 import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation } from "./live.js";
+import { isUndoName } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -12,7 +14,8 @@ export async function tree(container, { signal, edits }) {
   const reload = async () => {
     try {
       const [sessions, snapshots] = await Promise.all([get(PATH), fetchSnapshots()]);
-      if (!signal.aborted) fill(forest, forestOf(sessions.data, snapshots, edits));
+      const shown = sessions.data.filter((/** @type {SessionEntry} */ entry) => !isUndoName(entry.name));
+      if (!signal.aborted) fill(forest, forestOf(shown, snapshots, edits));
     } catch (error) {
       showStatus(messageOf(error), true);
     }
@@ -44,10 +47,10 @@ function forestOf(sessions, snapshots, edits) {
   const branch = (entry) => {
     const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
     const forks = children.get(entry.name) || [];
-    const gone = entry.parent && !names.has(entry.parent) ? `, from ${entry.parent} (deleted)` : "";
+    const gone = entry.parent && !names.has(entry.parent) && !isUndoName(entry.parent) ? `, from ${entry.parent} (deleted)` : "";
     const held = entry.in_memory ? `${number(entry.tokens)} tokens, ${bytes(entry.bytes)}` : "on disk";
     const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...forks.map(branch)];
-    return h("li", {}, sessionLink(entry.name), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
+    return h("li", {}, sessionLink(entry.name, titleOf(entry)), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
   const orphans = snapshots.filter((snapshot) => !snapshot.session || !names.has(snapshot.session));
   const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];

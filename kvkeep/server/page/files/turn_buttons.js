@@ -22,13 +22,13 @@ function questionButtons(chat, turn, part, button) {
  * @param {import("./chat.js").ChatView} chat @param {Turn} turn @param {Part} part @returns {HTMLElement[]}
  */
 export function turnButtons(chat, turn, part) {
-  const memoryButton = h("button", { class: "small", onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
+  const memoryButton = h("button", { class: "small", title: `What memory holds of ${turn.label}`, onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
   if (!chat.edits) return part === turn.parts.at(-1) ? [memoryButton] : [];
   /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
   const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
   const isTurn = turn.label.startsWith("turn ");
   const isLast = isTurn && turn === chat.turns.at(-1);
-  if (part.role !== "answer") return [...questionButtons(chat, turn, part, button), ...(turn.parts.length === 1 ? [memoryButton] : [])];
+  if (part.role !== "answer") return [...questionButtons(chat, turn, part, button), memoryButton];
   return [
     isLast ? button("Regenerate", () => chat.changes.regenerate(part), "Answer once more; the old answer can be restored by Undo") : null,
     isLast ? button("Continue", () => chat.answers.continueAnswer(), "Go on where the answer ended") : null,

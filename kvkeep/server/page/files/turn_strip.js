@@ -85,7 +85,8 @@ function bar(memory, turn, total, reachable) {
   const checkpoints = checkpointsOf(memory, turn.start, turn.end);
   const after = checkpoints.length ? `, checkpoint after token ${checkpoints.map(({ at }) => number(at)).join(", ")}` : "";
   const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}${after}`;
-  const parts = shares.map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
+  const drawn = standingText(shares) === "pinned" ? shares.filter(({ standing }) => standing !== "forgotten") : shares; // not the template's own tokens
+  const parts = drawn.map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
   const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
   const share = Math.max(NARROWEST, cells / total);
   const style = { flexGrow: String(share), minWidth: `max(5px, ${SHRUNK_TO * share}%)` };
@@ -97,6 +98,9 @@ function bar(memory, turn, total, reachable) {
 /** @param {Memory} memory */
 const residualText = (memory) => `${number(memory.residual_cells)} residual cells, over all layers and KV heads: each stands for a cluster of evicted cells`;
 
+/** @type {Record<string, string>} */
+const NAMES = { kept: "kept (the beginning)", window: "window (the newest)" };
+
 /**
  * Creates the legend of a session: how many tokens have each standing.
  * @param {Memory} memory
@@ -107,6 +111,6 @@ export function legend(memory) {
   return h(
     "ul",
     { class: "legend", "aria-label": "Legend" },
-    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${name} ${number(count)} ${unit}`.trimEnd())),
+    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${NAMES[name] || name} ${number(count)} ${unit}`.trimEnd())),
   );
 }

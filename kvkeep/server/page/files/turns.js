@@ -189,7 +189,22 @@ export function canGoBackTo(memory, at) {
 }
 
 /**
- * Returns a turn's standing in words, such as "pinned", or "6 of 20 tokens forgotten" if its tokens differ.
+ * Returns the turns of which an earlier state of the conversation has neither the question nor the answer.
+ * @param {Turn[]} turns @param {Turn[]} earlier
+ */
+export function turnsSince(turns, earlier) {
+  const left = earlier.map(({ parts }) => new Set(parts.map(({ role, text }) => `${role} ${text}`)));
+  return turns.filter(({ parts }) => {
+    const at = left.findIndex((texts) => parts.some(({ role, text }) => texts.has(`${role} ${text}`)));
+    if (at >= 0) left.splice(at, 1);
+    return at < 0 && parts.some(({ role }) => role === "question" || role === "answer");
+  });
+}
+
+const END_TOKENS = 2; // that a template writes after a message, once the next one follows
+
+/**
+ * Returns a turn's standing in words, such as "pinned", or "6 of 20 tokens pinned, 14 forgotten" if its tokens differ.
  * @param {Share[]} shares
  */
 export function standingText(shares) {
@@ -198,13 +213,24 @@ export function standingText(shares) {
   /** @param {string} name */
   const tokens = (name) => shares.filter(({ standing }) => standing === name).reduce((sum, share) => sum + share.tokens, 0);
   const all = shares.reduce((sum, share) => sum + share.tokens, 0);
-  for (const name of ["forgotten", "compressed", "pinned"]) {
-    if (!names.includes(name)) continue;
-    const isAlmostAll = name !== "forgotten" && tokens(name) > all * 0.9; // all but the template's own tokens
-    return isAlmostAll ? name : `${tokens(name).toLocaleString("en-US")} of ${all.toLocaleString("en-US")} tokens ${name}`;
-  }
-  return names.sort((a, b) => tokens(b) - tokens(a))[0];
+  const count = (/** @type {string} */ name) => tokens(name).toLocaleString("en-US");
+  const isWhole = tokens("forgotten") <= END_TOKENS && !names.includes("compressed");
+  if (names.includes("pinned") && isWhole && tokens("pinned") + tokens("forgotten") > all * 0.9) return "pinned";
+  if (!names.includes("forgotten") && tokens("compressed") > all * 0.9) return "compressed"; // all but the template's own tokens
+  const [first, ...others] = ["pinned", "compressed", "forgotten"].filter((name) => names.includes(name));
+  if (!first) return names.sort((a, b) => tokens(b) - tokens(a))[0];
+  return [`${count(first)} of ${all.toLocaleString("en-US")} tokens ${first}`, ...others.map((name) => `${count(name)} ${name}`)].join(", ");
 }
 
 /** @param {Share[]} shares */
 export const cellsOf = (shares) => shares.reduce((sum, { cells }) => sum + cells, 0);
+
+/**
+ * Returns the parts of a turn that are pinned apart, with the template's tokens around them: its question and its answer, or all of it.
+ * @param {Turn} turn @returns {{name: string, start: number, end: number}[]}
+ */
+export function pinnable({ start, end, parts }) {
+  const [question, answer] = parts;
+  if (!answer) return [{ name: "", start, end }];
+  return [{ name: question.role, start, end: answer.start }, { name: answer.role, start: answer.start, end }];
+}

@@ -8,7 +8,7 @@ const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
 
-/** @typedef {{name: string, number: number, operation: string}} Step */
+/** @typedef {{name: string, number: number, operation: string, tokens: number}} Step  tokens: the session's before the change. */
 
 /**
  * Returns the changes of a session that can be undone, the newest first.
@@ -28,10 +28,16 @@ export function stepsAmong(entries, session) {
     .filter((entry) => entry.parent === session)
     .flatMap((entry) => {
       const match = NAME.exec(entry.name);
-      return match && session.startsWith(match[1]) ? [{ name: entry.name, number: Number(match[2]), operation: match[3] }] : [];
+      return match && session.startsWith(match[1]) ? [{ name: entry.name, number: Number(match[2]), operation: match[3], tokens: entry.tokens }] : [];
     })
     .sort((/** @type {Step} */ a, /** @type {Step} */ b) => b.number - a.number);
 }
+
+/**
+ * Returns the newest change to offer Undo for. Once a text has gone on, a pin is undone by its own button alone.
+ * @param {Step[]} steps @param {number} tokens of the session now
+ */
+export const offeredStep = (steps, tokens) => steps.find(({ operation, tokens: before }) => !["pin", "unpin"].includes(operation) || before === tokens);
 
 /** @param {string} session */
 export const undoNamesOf = async (session) => (await undoSteps(session)).map(({ name }) => name);
@@ -52,11 +58,12 @@ export async function keepUndo(session, revision, operation) {
 export const dropUndo = (name) => send("DELETE", `/v1/sessions/${name}`);
 
 /**
- * Puts a kept fork in its session's place. Its name stays; its revisions start again.
+ * Puts a kept fork in its session's place, and drops those of later changes. The name stays; revisions start again.
  * @param {string} session @param {Step} step @param {number} revision that is shown
  */
 export async function undo(session, step, revision) {
+  const later = (await undoSteps(session)).filter(({ number }) => number > step.number);
   await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
   await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
-  await send("DELETE", `/v1/sessions/${step.name}`);
+  for (const { name } of [step, ...later]) await send("DELETE", `/v1/sessions/${name}`);
 }

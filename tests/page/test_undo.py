@@ -1,0 +1,120 @@
+"""Web UI: what Undo keeps, what a pin says before, and where forgotten words are shown."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+from server.conftest import RunningServer
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        yield created
+
+
+def say(client: httpx.Client, name: str, text: str) -> None:
+    turn = {"content": text, "max_tokens": 2, "temperature": 0}
+    client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+
+
+def open_chat(page: Page, client: httpx.Client, name: str, **settings: Any) -> None:
+    """Open a conversation of three turns; the second one is selected."""
+    client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
+    for city in ("Rome", "Oslo", "Bern"):
+        say(client, name, f"Where is {city}?")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"/#/chat/{name}")
+    page.locator(".turn-bars button[data-turn='turn 2']").click()
+
+
+def text_of(client: httpx.Client, name: str) -> str:
+    pieces = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
+    return "".join(piece["text"] for piece in pieces)
+
+
+def names(client: httpx.Client) -> set[str]:
+    return {entry["name"] for entry in client.get("/v1/sessions").json()["data"]}
+
+
+def card_button(page: Page, label: str) -> Any:
+    return page.locator(".turn-card").get_by_role("button", name=label, exact=True)
+
+
+def test_turns_after_a_change_are_kept_in_a_branch_by_its_undo(
+    page: Page, client: httpx.Client
+) -> None:
+    open_chat(page, client, "went-on")
+    before = text_of(client, "went-on")
+    card_button(page, "Forget").click()
+    expect(page.locator(".question")).to_have_count(2)
+    say(client, "went-on", "Where is Lima?")
+    expect(page.locator(".question")).to_have_count(3)
+    later, known = text_of(client, "went-on"), names(client)
+    undo = page.get_by_role("button", name="Undo forget")
+    undo.click()
+    expect(page.locator("dialog")).to_contain_text("The turn since then will be kept in a branch")
+    page.locator("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.locator("dialog")).to_have_count(0)
+    assert (text_of(client, "went-on"), names(client)) == (later, known)
+    undo.click()
+    page.locator("dialog").get_by_role("button", name="Undo").click()
+    expect(page.locator("#status")).to_contain_text("newest branch of this conversation")
+    expect(page.locator(".question")).to_have_count(3)
+    assert text_of(client, "went-on") == before
+    (branch,) = names(client) - known
+    assert text_of(client, branch) == later
+    page.locator(f'#conversations [data-name="{branch}"]').click()
+    expect(page.locator(".question").last).to_contain_text("Where is Lima?")
+
+
+def test_a_pin_is_undone_by_its_own_button_once_the_text_goes_on(
+    page: Page, client: httpx.Client
+) -> None:
+    open_chat(page, client, "pinned-early")
+    card_button(page, "Pin question").click()
+    undo = page.get_by_role("button", name="Undo pin")
+    expect(undo).to_be_visible()
+    say(client, "pinned-early", "Where is Lima?")
+    expect(page.locator(".question")).to_have_count(4)
+    expect(undo).to_have_count(0)
+    card_button(page, "Unpin question").click()
+    expect(page.locator("#status")).to_have_text("The question of turn 2 is no longer pinned.")
+    expect(page.locator(".question")).to_have_count(4)
+    memory = client.get("/v1/sessions/pinned-early/memory").json()
+    assert "pinned" not in {run["standing"] for run in memory["runs"]}
+
+
+def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) -> None:
+    open_chat(page, client, "small", max_kv_size=64)
+    memory = client.get("/v1/sessions/small/memory").json()
+    turn, answer = memory["spans"]["turn 3"], memory["spans"]["turn 3 answer"]
+    window = [run["start"] for run in memory["runs"] if run["standing"] == "window"]
+    for start, end in ((window[0], turn["start"]), (answer["start"], answer["end"])):
+        client.post("/v1/sessions/small/pin", json={"start": start, "end": end}).raise_for_status()
+    page.locator(".turn-bars button[data-turn='turn 3']").click()
+    hint = page.locator(".turn-card .hint").filter(has_text="Pin question: Not enough room")
+    expect(hint).to_contain_text("Unpin something first")
+    expect(card_button(page, "Pin question")).to_have_count(0)
+    expect(card_button(page, "Unpin answer")).to_be_visible()
+
+
+def test_a_message_that_is_forgotten_in_part_leads_to_its_words(
+    page: Page, client: httpx.Client
+) -> None:
+    name = "half-gone"
+    client.post("/v1/sessions", json={"name": name, "max_kv_size": 96}).raise_for_status()
+    say(client, name, "The river is long and wide. " * 10)
+    for city in ("Rome", "Oslo"):
+        say(client, name, f"Where is {city}?")
+    page.goto(f"/#/chat/{name}")
+    note = page.locator(".question .standing").first
+    expect(note).to_contain_text(re.compile(r"\d+ of \d+ tokens forgotten"))
+    note.get_by_role("link", name="which words?").click()
+    span = client.get(f"/v1/sessions/{name}/memory").json()["spans"]["turn 1 question"]
+    first = page.locator(f".text [data-at='{span['start']}']")
+    expect(first).to_have_class(re.compile("forgotten"))
+    expect(first).to_be_in_viewport()
