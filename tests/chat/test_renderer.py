@@ -337,7 +337,7 @@ def test_refusals_of_the_template_do_not_tell_the_folder(tmp_path: Path) -> None
 
 
 @ALL
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(chat=chats(), continued=st.none() | st.booleans())
 def test_any_conversation_is_rendered_without_control_tokens_of_users(
     renderers: dict[str, ChatRenderer], template: str, chat: Chat, continued: bool | None
