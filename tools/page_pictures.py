@@ -76,7 +76,7 @@ def film(shown: Page, file: Path) -> None:
             wait_and_take(1)
     shown.locator(".turn-bars button[data-turn='turn 1']").click()
     wait_and_take(2)
-    for button in ("Pin question", "Forget", "Undo forget"):
+    for button in ("Pin message", "Forget", "Undo forget"):
         shown.get_by_role("button", name=button, exact=True).click()
         wait_and_take(3)
     save_film(frames, file)

@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, forgetText, heldText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, compressText, forgetText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
@@ -148,6 +148,11 @@ test("what does not fit beside other pins is not pinned, which is said before", 
   assert.match(pinText(held, { start: 60, end: 99 }), /^Never forgotten .* leaves 1 for/);
   assert.match(pinText(held, { start: 60, end: 100 }), /^Not enough room .* takes 40 cells, and 39 cells can still be pinned/);
   assert.equal(pinRoom({ ...held, max_kv_size: null }), Infinity);
+});
+
+test("parts that are not held as a whole are named", () => {
+  assert.equal(irreplaceableText([{ role: "question" }]), "The message cannot be replaced, as not all of it is in memory.");
+  assert.match(irreplaceableText([{ role: "question" }, { role: "answer" }]), /^The message and the answer .* not all of them/);
 });
 
 test("the longest answer leaves half of the memory to what led to it", () => {

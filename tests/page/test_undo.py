@@ -75,14 +75,14 @@ def test_a_pin_is_undone_by_its_own_button_once_the_text_goes_on(
     page: Page, client: httpx.Client
 ) -> None:
     open_chat(page, client, "pinned-early")
-    card_button(page, "Pin question").click()
+    card_button(page, "Pin message").click()
     undo = page.get_by_role("button", name="Undo pin")
     expect(undo).to_be_visible()
     say(client, "pinned-early", "Where is Lima?")
     expect(page.locator(".question")).to_have_count(4)
     expect(undo).to_have_count(0)
-    card_button(page, "Unpin question").click()
-    expect(page.locator("#status")).to_have_text("The question of turn 2 is no longer pinned.")
+    card_button(page, "Unpin message").click()
+    expect(page.locator("#status")).to_have_text("The message of turn 2 is no longer pinned.")
     expect(page.locator(".question")).to_have_count(4)
     memory = client.get("/v1/sessions/pinned-early/memory").json()
     assert "pinned" not in {run["standing"] for run in memory["runs"]}
@@ -96,9 +96,9 @@ def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) 
     for start, end in ((window[0], turn["start"]), (answer["start"], answer["end"])):
         client.post("/v1/sessions/small/pin", json={"start": start, "end": end}).raise_for_status()
     page.locator(".turn-bars button[data-turn='turn 3']").click()
-    hint = page.locator(".turn-card .hint").filter(has_text="Pin question: Not enough room")
+    hint = page.locator(".turn-card .hint").filter(has_text="Pin message: Not enough room")
     expect(hint).to_contain_text("Unpin something first")
-    expect(card_button(page, "Pin question")).to_have_count(0)
+    expect(card_button(page, "Pin message")).to_have_count(0)
     expect(card_button(page, "Unpin answer")).to_be_visible()
 
 
@@ -118,3 +118,46 @@ def test_a_message_that_is_forgotten_in_part_leads_to_its_words(
     first = page.locator(f".text [data-at='{span['start']}']")
     expect(first).to_have_class(re.compile("forgotten"))
     expect(first).to_be_in_viewport()
+
+
+def test_a_turn_that_is_changed_stays_in_view(page: Page, client: httpx.Client) -> None:
+    name = "long-messages"
+    client.post("/v1/sessions", json={"name": name}).raise_for_status()
+    for number in range(4):
+        say(client, name, f"{number}: " + "the river is long. " * 60)
+    page.set_viewport_size({"width": 390, "height": 820})
+    page.goto(f"/#/chat/{name}")
+    page.locator(".turn-bars button[data-turn='turn 3']").click()
+    changed = page.locator(".turn[data-turn='turn 3']")
+    expect(changed).to_be_in_viewport()
+    card_button(page, "Replace message").click()
+    page.locator("dialog [name=text]").fill("the lake is deep. " * 60)
+    page.locator("dialog button.main").click()
+    expect(changed).to_contain_text("the lake is deep.")
+    page.wait_for_timeout(500)  # heights of turns that come into view are measured
+    expect(changed).to_be_in_viewport(timeout=1)
+
+
+def test_a_tap_beside_the_panel_closes_it(page: Page, client: httpx.Client) -> None:
+    open_chat(page, client, "tapped")
+    page.set_viewport_size({"width": 1024, "height": 700})
+    page.get_by_role("button", name="Memory", exact=True).first.click()
+    panel = page.locator(".memory-panel")
+    expect(panel).to_be_visible()
+    page.locator(".question").first.click(position={"x": 5, "y": 5})
+    expect(panel).to_be_hidden()
+
+
+def test_the_first_time_that_text_is_forgotten_is_said(page: Page, client: httpx.Client) -> None:
+    name = "filling"
+    client.post("/v1/sessions", json={"name": name, "max_kv_size": 64}).raise_for_status()
+    page.goto(f"/#/chat/{name}")
+    box = page.get_by_label("Message", exact=True)
+    status = page.locator("#status")
+    for text, said in (("Hi.", ""), ("the river is long. " * 5, "the oldest text is forgotten")):
+        box.fill(text)
+        box.press("Enter")
+        expect(page.locator(".chat.busy")).to_have_count(1)
+        expect(page.locator(".chat.busy")).to_have_count(0)
+        expect(status).to_contain_text(said)
+    assert "forgotten" in status.inner_text()

@@ -6,7 +6,7 @@ import { keep, keptOf } from "./chat_settings.js";
 /** @typedef {import("./turns.js").Part} Part */
 /** @typedef {"stopped" | "length"} End */
 
-const TEXTS = { stopped: "Stopped before its end", length: "Cut off: the longest answer is set in Settings" };
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer: Continue, or allow more in Settings" };
 
 // An answer of the same name that was generated again, or replaced, is another one.
 /** @param {Part} part */

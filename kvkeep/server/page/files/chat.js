@@ -132,7 +132,7 @@ export class ChatView {
     this.frame.welcome(
       `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`,
       "The strip above the chat is the model's memory: each turn has a part there, the wider the more memory it takes, and coloured by whether it is still held.",
-      "Select a turn to pin it, to make the model forget it or to replace what it said; Undo takes every change back.",
+      "Select a turn to pin it, to make the model forget it or to replace what it said; Undo takes the change back.",
     );
   }
 
@@ -182,7 +182,7 @@ export class ChatView {
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
     const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), endNote(memory.name, part), standingNote(memory, part)]));
-    if (elements.length) fill(this.frame.log, elements);
+    if (elements.length) this.frame.drawTurns(elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns, this.answers.last);
     if (isFollowed) this.frame.goToEnd();

@@ -11,6 +11,7 @@ import { countOf } from "./turns.js";
 
 const SETTLE_TRIES = 100;
 const SETTLE_EVERY = 100; // milliseconds
+const NOW_FORGETS = "Memory is full: from now on the oldest text is forgotten. Pin what must stay.";
 
 export class ChatAnswers {
   /** @param {import("./chat.js").ChatView} chat */
@@ -134,6 +135,7 @@ export class ChatAnswers {
   // Loads the session once it is no longer busy with an answer that was stopped. end: how the answer ended, null if the model ended it.
   /** @param {import("./answer_end.js").End | null} end */
   async settle(end) {
+    const forgotten = this.chat.memory ? countOf(this.chat.memory, "forgotten") : 0;
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (!this.chat.memory?.busy) break;
@@ -141,6 +143,7 @@ export class ChatAnswers {
     }
     const { memory, turns } = this.chat;
     if (!memory) return;
+    if (!forgotten && countOf(memory, "forgotten")) showStatus(NOW_FORGETS);
     const part = turns.at(-1)?.parts.at(-1);
     if (part?.role === "answer") keepEnd(memory.name, part, end);
     this.chat.draw();

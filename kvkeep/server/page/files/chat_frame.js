@@ -32,6 +32,7 @@ export class ChatFrame {
     this.selected = null; // the label of a turn
     /** @type {any} */
     this.lastAnswer = null;
+    this.settlingFrames = 0; // in which the view still goes to the end
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1", {}, "New chat");
     this.origin = h("p", { class: "origin", hidden: true });
@@ -49,6 +50,10 @@ export class ChatFrame {
     this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(labelAt(event)));
     this.log.addEventListener("pointerleave", () => this.point(null));
     this.log.addEventListener("drawn", () => this.followEnd());
+    this.log.addEventListener("click", (/** @type {Event} */ event) => {
+      const isControl = /** @type {HTMLElement} */ (event.target).closest("button, a, summary");
+      if (!isControl && this.isPanelOver && this.isPanelOpen) this.togglePanel(false);
+    });
     this.keepEndInView();
   }
 
@@ -100,6 +105,7 @@ export class ChatFrame {
   select(label, from) {
     this.selected = label === this.selected && from === "strip" ? null : label;
     if (this.memory) this.drawMemory(this.memory, this.turns, this.lastAnswer);
+    this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
     if (from === "chat" || (this.selected !== null && this.isPanelOver)) this.togglePanel(true);
   }
@@ -132,6 +138,25 @@ export class ChatFrame {
     fill(this.log, h("div", { class: "welcome" }, paragraphs.map((content) => h("p", {}, content))));
   }
 
+  // Replaces the turns. The first one in view stays where it is, and turns out of view have the heights of before.
+  /** @param {HTMLElement[]} elements */
+  drawTurns(elements) {
+    const top = this.log.scrollTop;
+    const before = /** @type {HTMLElement[]} */ ([...this.log.querySelectorAll(".turn[data-turn]")]);
+    const heights = new Map(before.map((turn) => [turn.dataset.turn, turn.offsetHeight]));
+    const shown = before.find((turn) => turn.offsetTop + turn.offsetHeight > top + this.log.offsetTop);
+    const [label, above] = [shown?.dataset.turn, shown ? shown.offsetTop - top : 0];
+    const wasInView = isInView(before.find((turn) => turn.dataset.turn === this.selected), this.log);
+    for (const element of elements) {
+      const height = heights.get(element.dataset.turn);
+      if (height) element.style.containIntrinsicSize = `auto ${height}px`;
+    }
+    fill(this.log, elements);
+    const same = elements.find((element) => element.dataset.turn === label);
+    if (label && same) this.log.scrollTop = same.offsetTop - above;
+    if (wasInView) elements.find((turn) => turn.dataset.turn === this.selected)?.scrollIntoView({ block: "nearest" });
+  }
+
   distanceToEnd() {
     return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
   }
@@ -146,10 +171,22 @@ export class ChatFrame {
   }
 
   // Scrolls to the end, and again while turns that come into view get the heights that were estimated before.
-  goToEnd(frames = SETTLING_FRAMES) {
-    this.followEnd(true);
-    if (frames) requestAnimationFrame(() => this.goToEnd(frames - 1));
+  goToEnd() {
+    this.settlingFrames = SETTLING_FRAMES;
+    const settle = () => {
+      if (this.settlingFrames <= 0) return; // another place was chosen meanwhile
+      this.settlingFrames -= 1;
+      this.followEnd(true);
+      requestAnimationFrame(settle);
+    };
+    settle();
   }
+}
+
+/** @param {HTMLElement | undefined} turn @param {HTMLElement} log */
+function isInView(turn, log) {
+  const top = turn ? turn.offsetTop - log.offsetTop - log.scrollTop : Infinity;
+  return turn !== undefined && top < log.clientHeight && top + turn.offsetHeight > 0;
 }
 
 /** @param {Event} event */

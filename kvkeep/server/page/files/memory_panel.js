@@ -2,7 +2,8 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, compressText, forgetText, heldText, pinRoom, pinText, recomputeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, compressText, forgetText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
 import { canGoBackTo, cellsOf, pinnable, rangesOf, sharesOf } from "./turns.js";
@@ -85,7 +86,8 @@ function whyButton(memory, container) {
 function turnElements(memory, turn, actions) {
   const title = turn.label.replace(/^./, (letter) => letter.toUpperCase());
   const what = turn.label === "opening" ? h("p", { class: "hint" }, "What the chat template writes before the first message, such as the model's own system prompt.") : null;
-  const heading = [h("h3", {}, title), what, h("p", {}, heldText(memory, turn))];
+  const words = wordsLink(memory, turn);
+  const heading = [h("h3", {}, title), what, h("p", {}, heldText(memory, turn), words ? [" ", words] : null)];
   if (!actions) return heading;
   const { start, end } = turn;
   const isHeld = (/** @type {import("./turns.js").Part} */ part) => !rangesOf(memory, part.start, part.end, (standing) => standing === "forgotten").length;
@@ -97,14 +99,14 @@ function turnElements(memory, turn, actions) {
   const canBranch = canGoBackTo(memory, end);
   const impossible = [
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
-    held.length && replaceable.length < turn.parts.length ? `Part of the ${turn.parts.filter((part) => !isHeld(part)).map(({ role }) => role).join(" and of the ")} is forgotten, so it cannot be replaced.` : "",
-    canBranch ? "" : "No branch can begin here: part of the text around this place is not held any more.",
+    held.length && replaceable.length < turn.parts.length ? irreplaceableText(turn.parts.filter((part) => !isHeld(part))) : "",
+    canBranch ? "" : "No branch can begin here, as part of what leads up to this place is forgotten. Edit asks a message anew.",
   ];
   return [
     heading,
     pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
     held.length ? action("Forget", forgetText(memory, turn, bytes), forget) : null,
-    replaceable.map((part, index) => action(`Replace ${part.role}`, replaceText(!index), () => replace(memory, part, actions))),
+    replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(!index), () => replace(memory, part, actions))),
     canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];
@@ -115,8 +117,8 @@ function turnElements(memory, turn, actions) {
  * @param {Memory} memory @param {Turn} turn @param {{name: string, start: number, end: number}} range @param {Actions} actions
  */
 function pinAction(memory, turn, { name, start, end }, actions) {
-  const subject = name ? `The ${name} of ${turn.label}` : turn.label.replace(/^./, (letter) => letter.toUpperCase());
-  const label = (/** @type {string} */ verb) => (name ? `${verb} ${name}` : verb);
+  const subject = name ? `The ${nameOf(name)} of ${turn.label}` : turn.label.replace(/^./, (letter) => letter.toUpperCase());
+  const label = (/** @type {string} */ verb) => (name ? `${verb} ${nameOf(name)}` : verb);
   if (rangesOf(memory, start, end, (standing) => standing === "pinned").length) {
     const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${subject} is no longer pinned.`);
     return action(label("Unpin"), "It may be forgotten again.", unpin);
@@ -137,10 +139,10 @@ async function replace(memory, part, actions) {
     { name: "text", label: "New text", kind: "textarea", value: part.text, required: true },
     { name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" },
   ];
-  const values = await promptDialog(`Replace ${part.role}`, fields, "Replace");
+  const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace");
   if (!values || values.text === part.text) return;
   const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  actions.change("replace", "edit", [body], part.role === "question" ? "The question was replaced in memory; its answer stays as it was." : "Replaced in memory.");
+  actions.change("replace", "edit", [body], part.role === "question" ? "The message was replaced in memory; its answer stays as it was." : "Replaced in memory.");
 }
 
 // Creates the control that compresses the whole memory. Policies other than full evict by themselves: they have none.

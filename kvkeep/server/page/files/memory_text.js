@@ -31,6 +31,21 @@ export function forgetText(memory, { start, end }, bytes) {
 }
 
 /**
+ * Returns what the web UI calls a part of a turn: what a user says need not be a question.
+ * @param {string} role
+ */
+export const nameOf = (role) => (role === "question" ? "message" : role);
+
+/**
+ * Returns why parts of a turn, of which some tokens are forgotten, cannot be replaced.
+ * @param {{role: string}[]} parts
+ */
+export function irreplaceableText(parts) {
+  const names = parts.map(({ role }) => `the ${nameOf(role)}`).join(" and ");
+  return `${names.replace(/^./, (letter) => letter.toUpperCase())} cannot be replaced, as not all of ${parts.length > 1 ? "them" : "it"} is in memory.`;
+}
+
+/**
  * Returns how many cells can still be pinned: one at least is left for other text.
  * @param {Memory} memory
  */

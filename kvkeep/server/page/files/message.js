@@ -28,9 +28,17 @@ export function standingNote(memory, { start, end }) {
   const text = standingText(sharesOf(memory, start, end));
   const standing = ["pinned", "forgotten", "compressed"].find((name) => text.includes(name));
   if (!standing) return null;
-  const isPartly = text.includes("forgotten") && text !== "forgotten";
-  const link = isPartly ? h("a", { href: `#/sessions/${memory.name}/at/${start}`, title: "Show this text with its forgotten words struck through" }, "which words?") : null;
-  return h("span", { class: "standing" }, h("span", { class: `swatch ${standing}` }), ` ${text} `, link);
+  return h("span", { class: "standing" }, h("span", { class: `swatch ${standing}` }), ` ${text} `, wordsLink(memory, { start, end }));
+}
+
+/**
+ * Creates the link to a text with its forgotten words struck through; null if it is held, or forgotten, as a whole.
+ * @param {Memory} memory @param {{start: number, end: number}} range
+ */
+export function wordsLink(memory, { start, end }) {
+  const text = standingText(sharesOf(memory, start, end));
+  if (!text.includes("forgotten") || text === "forgotten") return null;
+  return h("a", { href: `#/sessions/${memory.name}/at/${start}`, title: "Show this text with its forgotten words struck through" }, "which words?");
 }
 
 /** @param {Part} part @param {(HTMLElement | null)[]} buttons */

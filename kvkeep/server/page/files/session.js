@@ -79,6 +79,7 @@ class SessionView {
     await this.draw();
     const token = at === null ? null : /** @type {HTMLElement | null} */ (this.text.querySelector(`[data-at="${at}"]`));
     this.text.scrollTop = token ? token.offsetTop - this.text.offsetTop : this.text.scrollHeight;
+    if (token) this.text.parentElement?.scrollIntoView();
   }
 
   async reload() {

@@ -89,7 +89,7 @@ function bar(memory, turn, total, reachable) {
   const parts = drawn.map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
   const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
   const share = Math.max(NARROWEST, cells / total);
-  const style = { flexGrow: String(share), minWidth: `max(5px, ${SHRUNK_TO * share}%)` };
+  const style = { flexGrow: String(share), minWidth: `max(var(--least, 5px), ${SHRUNK_TO * share}%)` };
   const button = h("button", { type: "button", "data-turn": turn.label, title: text, "aria-label": text, style }, parts, marks);
   button.tabIndex = reachable ? 0 : -1;
   return button;
