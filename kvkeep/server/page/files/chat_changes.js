@@ -87,7 +87,8 @@ export class ChatChanges {
     }
     this.chat.memory = null;
     await this.reloadAll();
-    const kept = later.length ? " The turns since then are in the newest branch of this conversation." : "";
+    const turns = later.length === 1 ? "turn since then is" : "turns since then are";
+    const kept = later.length ? ` The ${turns} in the newest branch of this conversation.` : "";
     showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.${kept}`, failure !== null);
   }
 
@@ -191,7 +192,7 @@ export class ChatChanges {
   systemPrompt() {
     if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
     const part = this.systemPart();
-    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "none was given before the first message; the chat template may write its own", isSystemEditable: Boolean(part) };
+    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "can only be set before the first message", isSystemEditable: Boolean(part) };
   }
 
   systemPart() {

@@ -4,7 +4,7 @@ import { ApiError, messageOf, send } from "./api.js";
 import { BRANCH_MARK, drop, keptOf, titleOf } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
-import { fetchSessions, onSessions } from "./session_list.js";
+import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { isUndoName, undoNamesOf } from "./undo.js";
 
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
@@ -132,7 +132,9 @@ function item(entry, depth, edits, reload) {
     conversationsChanged();
   };
   const remove = async () => {
-    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, "Its text, its memory and its undo are removed. Its branches stay.")))) return;
+    const hasBranches = knownSessions().some((other) => withParent(other).parent === name && !isUndoName(other.name));
+    const note = `Its text and its memory are removed; this cannot be undone.${hasBranches ? " Its branches stay." : ""}`;
+    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return;
     await deleteConversation(name);
     reload();
   };

@@ -5,6 +5,7 @@ import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } 
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";
+import { isUndoName } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -17,10 +18,11 @@ export async function sessions(container, { signal, edits }) {
       /** @type {{data: SessionEntry[]}} */
       const { data } = await get(PATH);
       if (signal.aborted) return;
-      fill(rows, data.map(row));
+      const shown = data.filter(({ name }) => !isUndoName(name));
+      fill(rows, shown.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `${number(data.length)} sessions, ${bytes(held)} reserved. ${RESERVED_HINT}`
+        ? `${number(shown.length)} sessions, and ${number(data.length - shown.length)} copies for Undo: ${bytes(held)} reserved. ${RESERVED_HINT}`
         : "No sessions yet.";
     } catch (error) {
       showStatus(messageOf(error), true);
