@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
 
 
 def film(shown: Page, file: Path) -> None:
-    """Chat, pin a turn, make the model forget it, and undo that, as an animated picture."""
+    """Chat, pin a turn, remove it, and undo that, as an animated picture."""
     frames = [frame(shown)]
 
     def wait_and_take(count: int, milliseconds: int = 350) -> None:
@@ -76,7 +76,7 @@ def film(shown: Page, file: Path) -> None:
             wait_and_take(1)
     shown.locator(".turn-bars button[data-turn='turn 1']").click()
     wait_and_take(2)
-    for button in ("Pin message", "Forget", "Undo forget"):
+    for button in ("Pin message", "Remove", "Undo remove"):
         shown.get_by_role("button", name=button, exact=True).click()
         wait_and_take(3)
     save_film(frames, file)

@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, forgetText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, compressText, removeText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
@@ -114,7 +114,7 @@ test("forks that are kept for undo are known by their names", () => {
 });
 
 test("the newest change is undone, but no pin once the text has gone on", () => {
-  const steps = [{ operation: "pin", tokens: 20 }, { operation: "forget", tokens: 30 }];
+  const steps = [{ operation: "pin", tokens: 20 }, { operation: "remove", tokens: 30 }];
   assert.equal(offeredStep(steps, 20), steps[0]);
   assert.equal(offeredStep(steps, 25), steps[1]);
   assert.equal(offeredStep([steps[0]], 25), undefined);
@@ -170,7 +170,7 @@ test("what a change would free or cost is said by the cells that are held", () =
   const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
   const bytes = (count) => `${count} bytes`;
   assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
-  assert.match(forgetText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
+  assert.match(removeText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
   assert.match(pinText(held, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves 85 for .* 5 tokens are forgotten already/);
   assert.equal(pinText({ ...held, max_kv_size: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");

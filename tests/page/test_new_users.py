@@ -127,8 +127,8 @@ def test_the_heading_takes_at_most_two_rows_with_undo(
         page.get_by_role("button", name="Branch", exact=True).click()
         expect(page.get_by_role("link", name="Back to")).to_be_visible()
         page.locator(".turn-bars button").last.click()
-        page.locator(".turn-card").get_by_role("button", name="Forget").click()
-        expect(page.get_by_role("button", name="Undo forget")).to_be_visible()
+        page.locator(".turn-card").get_by_role("button", name="Remove", exact=True).click()
+        expect(page.get_by_role("button", name="Undo remove")).to_be_visible()
         assert page.locator(".chat-header").evaluate("(e) => e.offsetHeight") < 80
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 

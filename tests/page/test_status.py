@@ -64,7 +64,7 @@ def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: htt
     expect(card).to_contain_text("cannot be pinned or replaced")
     expect(card.get_by_role("button")).to_have_count(0)
     page.locator(".turn-bars button").last.click()
-    expect(card.get_by_role("button", name="Forget")).to_be_enabled()
+    expect(card.get_by_role("button", name="Remove", exact=True)).to_be_enabled()
 
 
 def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.Client) -> None:

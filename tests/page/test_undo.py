@@ -49,12 +49,12 @@ def test_turns_after_a_change_are_kept_in_a_branch_by_its_undo(
 ) -> None:
     open_chat(page, client, "went-on")
     before = text_of(client, "went-on")
-    card_button(page, "Forget").click()
+    card_button(page, "Remove").click()
     expect(page.locator(".question")).to_have_count(2)
     say(client, "went-on", "Where is Lima?")
     expect(page.locator(".question")).to_have_count(3)
     later, known = text_of(client, "went-on"), names(client)
-    undo = page.get_by_role("button", name="Undo forget")
+    undo = page.get_by_role("button", name="Undo remove")
     undo.click()
     expect(page.locator("dialog")).to_contain_text("The turn since then will be kept in a branch")
     page.locator("dialog").get_by_role("button", name="Cancel").click()
@@ -139,6 +139,7 @@ def test_a_turn_that_is_changed_stays_in_view(page: Page, client: httpx.Client) 
     page.locator("dialog [name=text]").fill("the lake is deep. " * 60)
     page.locator("dialog button.main").click()
     expect(changed).to_contain_text("the lake is deep.")
+    expect(changed.locator(".question")).to_contain_text("Replaced")
     page.wait_for_timeout(500)  # heights of turns that come into view are measured
     expect(changed).to_be_in_viewport(timeout=1)
 

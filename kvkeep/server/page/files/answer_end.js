@@ -1,19 +1,19 @@
-// How answers ended that the model did not end itself: this browser keeps it by what they said.
+// What a message alone does not show, such as that an answer was stopped: this browser keeps it by what the message said.
 
 import { h } from "./dom.js";
 import { keep, keptOf } from "./chat_settings.js";
 
 /** @typedef {import("./turns.js").Part} Part */
-/** @typedef {"stopped" | "length"} End */
+/** @typedef {"stopped" | "length" | "replaced"} End  How an answer ended, or that a message was replaced in memory. */
 
-const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer: Continue, or allow more in Settings" };
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer: Continue, or allow more in Settings", replaced: "Replaced" };
 
 // An answer of the same name that was generated again, or replaced, is another one.
 /** @param {Part} part */
 const signatureOf = ({ text }) => `${text.length} ${text.slice(-40)}`;
 
 /**
- * Keeps how an answer ended.
+ * Keeps how an answer ended, or that a message was replaced.
  * @param {string} name of its session @param {Part} part @param {End | null} end null if the model ended it
  */
 export function keepEnd(name, part, end) {
@@ -22,7 +22,7 @@ export function keepEnd(name, part, end) {
 }
 
 /**
- * Creates the note that an answer was stopped or cut off; null if it was not.
+ * Creates the note that an answer was stopped or cut off, or a message replaced; null if it was not.
  * @param {string} name of its session @param {Part} part
  */
 export function endNote(name, part) {

@@ -132,7 +132,7 @@ export class ChatView {
     this.frame.welcome(
       `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`,
       "The strip above the chat is the model's memory: each turn has a part there, the wider the more memory it takes, and coloured by whether it is still held.",
-      "Select a turn to pin it, to make the model forget it or to replace what it said; Undo takes the change back.",
+      "Select a turn to pin it, to remove it from memory or to replace what it says; Undo takes the change back.",
     );
   }
 

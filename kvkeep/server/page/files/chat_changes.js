@@ -1,5 +1,6 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
+import { keepEnd } from "./answer_end.js";
 import { changeError, changeHeaders } from "./session_change.js";
 import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
@@ -35,7 +36,19 @@ export class ChatChanges {
         headers = changeHeaders(revision);
       }
     };
-    return this.chat.exclusively(() => this.change(operation, run, message), this.chat.frame.panel.element);
+    const changeAndMark = async () => {
+      if ((await this.change(operation, run, message)) && operation === "replace") this.markReplaced(bodies[0].start);
+    };
+    return this.chat.exclusively(changeAndMark, this.chat.frame.panel.element);
+  }
+
+  /** @param {number} start of a message that was replaced */
+  markReplaced(start) {
+    const { memory, turns } = this.chat;
+    const part = turns.flatMap(({ parts }) => parts).find((each) => each.start === start);
+    if (!memory || !part) return;
+    keepEnd(memory.name, part, "replaced");
+    this.chat.draw();
   }
 
   /**

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, compressText, forgetText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, compressText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -40,7 +40,7 @@ export function memoryPanel(actions) {
       fill(budget, budgetElements(memory));
       fill(answer, h("p", {}, answerSentence(memory, lastAnswer)), isPrompt(memory) ? whyButton(memory, answer) : null);
       const turn = turns.find(({ label }) => label === selected);
-      fill(turnPart, turn ? turnElements(memory, turn, actions) : h("p", { class: "hint" }, "Select a turn in the strip or by its Memory button to pin, forget or replace it."));
+      fill(turnPart, turn ? turnElements(memory, turn, actions) : h("p", { class: "hint" }, "Select a turn in the strip or by its Memory button to pin, remove or replace it."));
       if (actions && compressedFor !== memory.policy) {
         compressedFor = memory.policy;
         const control = compressControl(() => /** @type {Memory} */ (latest), actions);
@@ -52,11 +52,13 @@ export function memoryPanel(actions) {
   };
 }
 
+const NEARLY_FULL = 0.95; // of the budget
+
 /** @param {Memory} memory */
 function budgetElements(memory) {
   const most = memory.max_kv_size;
   return [
-    most ? h("meter", { min: "0", max: String(most), value: String(memory.cells), "aria-label": "Cells in use" }) : null,
+    most ? h("meter", { min: "0", max: String(most), high: String(NEARLY_FULL * most), optimum: "0", value: String(memory.cells), "aria-label": "Cells in use" }) : null,
     h("p", { title: RESERVED_HINT }, sizeText(memory, bytes)),
     legend(memory),
   ];
@@ -94,7 +96,7 @@ function turnElements(memory, turn, actions) {
   const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
   const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
   const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
-  const forget = () => actions.change("forget", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
+  const remove = () => actions.change("remove", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
   const replaceable = turn.parts.filter(isHeld);
   const canBranch = canGoBackTo(memory, end);
   const impossible = [
@@ -105,7 +107,7 @@ function turnElements(memory, turn, actions) {
   return [
     heading,
     pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
-    held.length ? action("Forget", forgetText(memory, turn, bytes), forget) : null,
+    held.length ? action("Remove", removeText(memory, turn, bytes), remove) : null,
     replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(!index), () => replace(memory, part, actions))),
     canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),

@@ -25,9 +25,9 @@ export function heldText(memory, { start, end }) {
  * Returns what it would do to delete a turn.
  * @param {Memory} memory @param {{start: number, end: number}} turn @param {(bytes: number) => string} bytes
  */
-export function forgetText(memory, { start, end }, bytes) {
+export function removeText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
-  return `Removes the text from memory and from this chat. Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}, which Undo keeps for now). Later turns keep what they took from it.`;
+  return `Takes the text out of memory and out of this chat. Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}, which Undo keeps for now). Later turns keep what they took from it.`;
 }
 
 /**
