@@ -1,4 +1,4 @@
-"""Web UI: what Undo keeps, what a pin says before, and where forgotten words are shown."""
+"""Web UI: what Undo keeps, what a pin says before, where words are forgotten, and the focus."""
 
 import re
 from collections.abc import Iterator
@@ -167,3 +167,15 @@ def test_the_first_time_that_text_is_forgotten_is_said(page: Page, client: httpx
         expect(page.locator(".chat.busy")).to_have_count(0)
         expect(status).to_contain_text(said)
     assert "forgotten" in status.inner_text()
+
+
+def test_a_focus_that_was_moved_during_an_answer_stays(page: Page, client: httpx.Client) -> None:
+    open_chat(page, client, "moved")
+    box = page.get_by_label("Message", exact=True)
+    box.fill("Count to a hundred.")
+    box.press("Enter")
+    expect(page.locator(".turn.open")).to_have_count(1)
+    page.get_by_role("button", name="Settings").focus()
+    page.get_by_role("button", name="Stop").dispatch_event("click")
+    expect(page.locator(".chat.busy")).to_have_count(0)
+    expect(page.get_by_role("button", name="Settings")).to_be_focused()

@@ -207,7 +207,7 @@ export class ChatView {
 
   /**
    * Runs one change or answer at a time; another one is not begun, nor one of a session that cannot be loaded.
-   * Returns whether it was run.
+   * Returns whether it was run. A focus that was moved meanwhile stays.
    * @param {() => Promise<any>} run @param {{focus: (options?: FocusOptions) => void}} [next] that has the focus afterwards
    */
   async exclusively(run, next = this.frame.box) {
@@ -215,6 +215,7 @@ export class ChatView {
       showStatus(BUSY);
       return false;
     }
+    const pressed = /** @type {HTMLElement} */ (document.activeElement);
     this.setBusy(true);
     showStatus("");
     try {
@@ -224,7 +225,8 @@ export class ChatView {
       this.setBusy(false); // only now: the next turn is for the revision that is shown
       if (statusText() === BUSY) showStatus("");
     }
-    if (!this.signal.aborted) next.focus({ preventScroll: true });
+    const hasMoved = ![pressed, document.body].includes(/** @type {HTMLElement} */ (document.activeElement));
+    if (!this.signal.aborted && !hasMoved) next.focus({ preventScroll: true });
     return true;
   }
 

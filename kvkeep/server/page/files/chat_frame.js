@@ -32,6 +32,8 @@ export class ChatFrame {
     this.selected = null; // the label of a turn
     /** @type {any} */
     this.lastAnswer = null;
+    /** @type {HTMLElement | null} */
+    this.panelOpener = null; // what had the focus
     this.settlingFrames = 0; // in which the view still goes to the end
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1", {}, "New chat");
@@ -103,7 +105,8 @@ export class ChatFrame {
   // Selects a turn, or none if it is the one that is selected. from: where it was chosen.
   /** @param {string} label @param {"strip" | "chat"} from */
   select(label, from) {
-    this.selected = label === this.selected && from === "strip" ? null : label;
+    const isShown = !this.isPanelOver || this.isPanelOpen;
+    this.selected = label === this.selected && from === "strip" && isShown ? null : label;
     if (this.memory) this.drawMemory(this.memory, this.turns, this.lastAnswer);
     this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
@@ -120,9 +123,17 @@ export class ChatFrame {
   }
 
   togglePanel(open = !this.isPanelOpen) {
+    if (open && !this.isPanelOpen) this.panelOpener = /** @type {HTMLElement} */ (document.activeElement);
     this.panelButton.setAttribute("aria-expanded", String(open));
     this.panel.element.classList.toggle("open", open);
-    (open ? this.panel.element : this.panelButton).focus({ preventScroll: true });
+    (open ? this.panel.element : this.openerNow()).focus({ preventScroll: true });
+  }
+
+  // Returns what opened the panel, or what has taken its place since then.
+  openerNow() {
+    const opener = this.panelOpener;
+    if (opener?.isConnected && opener !== document.body) return opener;
+    return this.log.querySelector(".turn.selected button.memory") || this.panelButton;
   }
 
   /** @param {boolean} busy */

@@ -53,7 +53,7 @@ function attachments(onChange) {
  * @param {() => import("./message_size.js").Room} room
  */
 export function composer(onSend, onStop, onSettings, room) {
-  const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message", title: "Enter sends, Shift+Enter starts a line" });
+  const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message (/)", title: "Enter sends, Shift+Enter starts a line" });
   const warning = h("p", { class: "size-warning", role: "status" });
   const measure = watchSize(room, (text) => (warning.textContent = text));
   const measureAll = () => measure(withFiles(input.value, attached.files()));

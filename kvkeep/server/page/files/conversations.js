@@ -116,14 +116,15 @@ const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySele
 /** @type {Record<string, string>} */
 const SIGNS = { Rename: "✎", Delete: "×" };
 
-/** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => void} reload */
+/** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => Promise<void>} reload */
 function item(entry, depth, edits, reload) {
   const { name } = entry;
   const title = titleOf(entry);
   const state = entry.busy ? h("small", {}, " working") : null;
   const mark = BRANCH_MARK.exec(title)?.[0] || ""; // shown whole where the title is cut
   const parts = [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
-  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name }, parts, state);
+  const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
+  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name, onclick: toMessage }, parts, state);
   const rename = async () => {
     const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200" }], "Rename");
     focusItem(name);
@@ -135,8 +136,11 @@ function item(entry, depth, edits, reload) {
     const hasBranches = knownSessions().some((other) => withParent(other).parent === name && !isUndoName(other.name));
     const note = `Its text and its memory are removed; this cannot be undone.${hasBranches ? " Its branches stay." : ""}`;
     if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return;
+    const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).map((other) => other.dataset.name);
+    const at = links.indexOf(name);
     await deleteConversation(name);
-    reload();
+    await reload();
+    if (document.activeElement === document.body) focusItem(links[at + 1] || links[at - 1] || "");
   };
   /** @param {string} label @param {() => void} run */
   const button = (label, run) => h("button", { class: "small", title: label, "aria-label": `${label} ${title}`, onclick: run }, SIGNS[label]);

@@ -129,6 +129,7 @@ export function promptDialog(heading, fields, action, ...notes) {
     dialog.showModal();
     const first = dialog.querySelector("input, textarea");
     if (first instanceof HTMLInputElement && first.type === "text") first.select(); // typing replaces it
+    if (action === "Delete") dialog.querySelector("button:not(.main)").focus();
   });
 }
 

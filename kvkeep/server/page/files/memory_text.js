@@ -76,7 +76,7 @@ export const replaceText = (isFirst) => (isFirst ? "Changes what the model remem
  * @param {Memory} memory @param {number} end of the text
  */
 export const recomputeText = (memory, end) =>
-  `Evaluate the ${counted(memory.tokens - end, "token")} after it again: slower, and the memory is as if the new text had always been there`;
+  `Evaluate the ${counted(memory.tokens - end, "token")} after it again, so that later turns take the change into account (slower)`;
 
 /**
  * Returns what a session holds, and what that takes.

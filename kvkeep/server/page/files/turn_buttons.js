@@ -22,7 +22,7 @@ function questionButtons(chat, turn, part, button) {
  * @param {import("./chat.js").ChatView} chat @param {Turn} turn @param {Part} part @returns {HTMLElement[]}
  */
 export function turnButtons(chat, turn, part) {
-  const memoryButton = h("button", { class: "small", title: `What memory holds of ${turn.label}`, onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
+  const memoryButton = h("button", { class: "small memory", title: `What memory holds of ${turn.label}`, onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
   if (!chat.edits) return part === turn.parts.at(-1) ? [memoryButton] : [];
   /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
   const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
