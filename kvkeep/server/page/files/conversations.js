@@ -52,7 +52,11 @@ export function conversations(container, edits) {
       showStatus(messageOf(error), true);
     }
   };
-  const markLinks = () => markCurrent(container.querySelectorAll("a"));
+  const markLinks = () => {
+    markCurrent(container.querySelectorAll("a"));
+    const inspected = /^#\/sessions\/([^/]+)/.exec(location.hash)?.[1];
+    for (const link of list.querySelectorAll("a")) if (link.dataset.name === inspected) link.setAttribute("aria-current", "true");
+  };
   search.addEventListener("input", draw);
   search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const first = list.querySelector("a");

@@ -14,6 +14,8 @@ import { redraw, Selection, tokenElements } from "./tokens.js";
 import { isUndoName } from "./undo.js";
 
 const SHOWN = 2048; // tokens of the text at a time
+const MARKS = "What is struck through is forgotten; underlines have the colours of the legend.";
+const SELECT = "Select words to change them.";
 
 /** @param {HTMLElement} container @param {View} view */
 export async function session(container, { signal, edits, parts }) {
@@ -47,7 +49,7 @@ class SessionView {
     this.controls = selectionBar(this.selection, edits ? newChange : null, current, textOf, (label) => this.selectSpan(label));
     this.strip = strip(name, (token) => this.selectToken(token));
     this.listen();
-    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), this.text, this.paging);
+    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS), this.text, this.paging);
     const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
     const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, current) : null);
     fill(container, title(memory.title || name, this.path, buttons), this.facts, this.strip.element, this.controls.element, section);
