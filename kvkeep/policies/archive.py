@@ -198,7 +198,8 @@ class Archive(Policy):
                 f"of {self.block} allows keep from 0 to {max(max_keep, 0)}; found {self.keep}: "
                 "raise max_kv_size, or lower window"
             )
-        self.check_pins(pinned_count, max_keep - self.keep)
+        others = f", a window of {self.window} and blocks of {self.block}"
+        self.check_pins(pinned_count, max_keep - self.keep, others)
         if self.reach < (min_reach := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
                 f"a span of {self.reach} positions is too short: a budget of {self.max_kv_size} "

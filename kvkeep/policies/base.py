@@ -94,13 +94,16 @@ class Policy(ABC):
         """
         validation.integer("max_kv_size", self.max_kv_size, 1)
 
-    def check_pins(self, pinned_count: int, room: int) -> None:
-        """Raise InvalidArgument if pins beyond the first `keep` cells take more than `room`."""
+    def check_pins(self, pinned_count: int, room: int, others: str = "") -> None:
+        """Raise InvalidArgument if pins beyond the first `keep` cells take more than `room`.
+
+        others: what needs room beside them and the first `keep`, in words.
+        """
         if pinned_count > room:
             raise InvalidArgument(
                 f"not enough room for pins: {pinned_count} cells would be pinned, and a budget of "
-                f"{self.max_kv_size} has room for {room} beside the {self.keep} that are kept; "
-                "pin or keep fewer tokens, or raise max_kv_size"
+                f"{self.max_kv_size} has room for {room} beside the {self.keep} that are "
+                f"kept{others}; pin or keep fewer tokens, or raise max_kv_size"
             )
 
     def settings(self) -> dict[str, Any]:

@@ -5,13 +5,13 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince } = await import(`${FILES}/turns.js`);
-const { answerText, compressText, removeText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, withoutEnd } = await import(`${FILES}/turns.js`);
+const { answerText, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
-const { isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
+const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
 const span = (start, end) => ({ start, end });
@@ -111,6 +111,9 @@ test("branches follow their parents, and every entry occurs once", () => {
 test("forks that are kept for undo are known by their names", () => {
   assert.ok(isUndoName("_undo.a.b-1.2.edit"));
   assert.ok(!isUndoName("_undo"));
+  const copy = { name: "_undo.a.1.pin", parent: "a" };
+  assert.ok(isUndoCopy(copy, [copy, { name: "a" }]));
+  assert.ok(!isUndoCopy(copy, [copy])); // the only one that is left is shown
 });
 
 test("the newest change is undone, but no pin once the text has gone on", () => {
@@ -118,21 +121,26 @@ test("the newest change is undone, but no pin once the text has gone on", () => 
   assert.equal(offeredStep(steps, 20), steps[0]);
   assert.equal(offeredStep(steps, 25), steps[1]);
   assert.equal(offeredStep([steps[0]], 25), undefined);
+  assert.equal(offeredStep([{ operation: "unpin", tokens: 20 }], 25)?.operation, "unpin"); // what it let go may be lost
+  assert.equal(offeredStep([{ operation: "pin" }], 25)?.operation, "pin"); // of a copy that is on disk
   assert.equal(offeredStep([], 25), undefined);
 });
 
 test("turns since a change are those with nothing that was said before it", () => {
   const turn = (...texts) => ({ parts: texts.map((text, at) => ({ role: at ? "answer" : "question", text })) });
-  const since = (now, before) => turnsSince(now, before).map(({ parts }) => parts[0].text);
+  const since = (now, before, isOneOther = false) => turnsSince(now, before, isOneOther).map(({ parts }) => parts[0].text);
   const before = [turn("A", "1"), turn("B", "2")];
   assert.deepEqual(since(before, before), []);
-  assert.deepEqual(since([turn("A", "1")], before), []); // forgotten
-  assert.deepEqual(since([turn("A", "1"), turn("B", "3")], before), []); // answered once more
-  assert.deepEqual(since([turn("X", "1"), turn("B", "2")], before), []); // replaced
-  assert.deepEqual(since([turn("A", "1"), turn("C", "2'")], before), ["C"]); // said in the place of the forgotten one
-  assert.deepEqual(since([...before, turn("A", "1")], before), ["A"]); // said once more
-  const system = (text) => ({ parts: [{ role: "system", text }] });
-  assert.deepEqual(since([system("new"), ...before, { parts: [] }], [system("old"), ...before]), []);
+  assert.deepEqual(since([turn("B", "2")], before), []); // one was removed
+  assert.deepEqual(since([turn("B", "2"), turn("A", "1")], before), ["A"]); // and said once more
+  assert.deepEqual(since([turn("A", "1"), turn("B", "2 and on")], before), ["B"]); // continued
+  assert.deepEqual(since([turn("A", "1"), turn("B", "3")], before, true), []); // answered once more
+  assert.deepEqual(since([turn("X", "1"), turn("B", "2")], before, true), []); // replaced
+  assert.deepEqual(since([turn("X", "1"), turn("B", "2 and on")], before, true), ["B"]);
+  assert.deepEqual(since([turn("X", "1"), turn("B", "2"), turn("C", "2")], before, true), ["C"]);
+  const [system, fed] = ["system", "text"].map((role) => (text) => ({ parts: [{ role, text }] }));
+  assert.deepEqual(since([system("new"), ...before, { parts: [] }], [system("old"), ...before], true), []);
+  assert.deepEqual(since([fed("a text, and more")], [fed("a text")]), ["a text, and more"]);
 });
 
 test("a question and its answer are pinned apart, with all tokens of the turn", () => {
@@ -143,9 +151,11 @@ test("a question and its answer are pinned apart, with all tokens of the turn", 
 
 test("what does not fit beside other pins is not pinned, which is said before", () => {
   const runs = [run("kept", 0, 4), run("pinned", 4, 60), run("window", 60, 100)];
-  const held = memory({ tokens: 100, cells: 100, max_kv_size: 100, runs });
+  const held = memory({ policy: "sliding", tokens: 100, cells: 100, max_kv_size: 100, runs });
   assert.equal(pinRoom(held), 39);
-  assert.match(pinText(held, { start: 60, end: 99 }), /^Never forgotten .* leaves 1 for/);
+  assert.equal(pinRoom({ ...held, policy: "full" }), Infinity);
+  assert.equal(cellsToPin(held, { start: 0, end: 60 }), 56); // what is kept takes nothing
+  assert.match(pinText(held, { start: 60, end: 99 }), /^Never forgotten .* Takes 39 of 100 cells, and leaves 1 for/);
   assert.match(pinText(held, { start: 60, end: 100 }), /^Not enough room .* takes 40 cells, and 39 cells can still be pinned/);
   assert.equal(pinRoom({ ...held, max_kv_size: null }), Infinity);
 });
@@ -161,18 +171,21 @@ test("the longest answer leaves half of the memory to what led to it", () => {
 
 test("a pinned turn stays pinned when its end token is evicted, and counts what is pinned in part", () => {
   const shares = (...counts) => counts.map(([standing, tokens]) => ({ standing, tokens, cells: 0 }));
-  assert.equal(standingText(shares(["pinned", 45], ["forgotten", 1])), "pinned");
-  assert.equal(standingText(shares(["forgotten", 2], ["pinned", 18], ["forgotten", 2])), "18 of 22 tokens pinned, 4 forgotten");
+  const text = (...counts) => standingText(withoutEnd(shares(...counts)));
+  assert.equal(text(["pinned", 45], ["forgotten", 1]), "pinned");
+  assert.equal(text(["pinned", 1], ["forgotten", 3]), "1 of 4 tokens pinned, 3 forgotten");
+  assert.equal(text(["forgotten", 2], ["pinned", 18]), "18 of 20 tokens pinned, 2 forgotten");
+  assert.equal(standingText(shares(["pinned", 45], ["forgotten", 1])), "45 of 46 tokens pinned, 1 forgotten");
 });
 
 test("what a change would free or cost is said by the cells that are held", () => {
   const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
-  const held = memory({ tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
+  const held = memory({ policy: "sliding", tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
   const bytes = (count) => `${count} bytes`;
   assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
   assert.match(removeText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
   assert.match(pinText(held, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves 85 for .* 5 tokens are forgotten already/);
-  assert.equal(pinText({ ...held, max_kv_size: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned.");
+  assert.equal(pinText({ ...held, max_kv_size: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
   assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
   assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 300 bytes.");

@@ -10,7 +10,7 @@ const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longe
 
 // An answer of the same name that was generated again, or replaced, is another one.
 /** @param {Part} part */
-const signatureOf = ({ text }) => `${text.length} ${text.slice(-40)}`;
+const signatureOf = ({ text }) => `${text.length} ${[...text].reduce((hash, letter) => (Math.imul(hash, 31) + letter.charCodeAt(0)) | 0, 0)}`;
 
 /**
  * Keeps how an answer ended, or that a message was replaced.

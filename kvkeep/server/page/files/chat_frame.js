@@ -123,10 +123,12 @@ export class ChatFrame {
   }
 
   togglePanel(open = !this.isPanelOpen) {
-    if (open && !this.isPanelOpen) this.panelOpener = /** @type {HTMLElement} */ (document.activeElement);
+    const hasFocus = this.panel.element.contains(document.activeElement);
+    if (open && !hasFocus) this.panelOpener = /** @type {HTMLElement} */ (document.activeElement);
     this.panelButton.setAttribute("aria-expanded", String(open));
     this.panel.element.classList.toggle("open", open);
-    (open ? this.panel.element : this.openerNow()).focus({ preventScroll: true });
+    if (open) this.panel.element.focus({ preventScroll: true });
+    else if (hasFocus) this.openerNow().focus({ preventScroll: true });
   }
 
   // Returns what opened the panel, or what has taken its place since then.

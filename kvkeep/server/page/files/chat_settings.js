@@ -113,7 +113,7 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
     const value = sampling[/** @type {keyof Sampling} */ (name)] ?? "";
     return { name, label, kind: "number", value, min: String(min), max: String(max), step: step === 1 ? "1" : "any", placeholder: placeholder(name) };
   }
-  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, "An empty field takes the server's default."));
+  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, "An empty field takes the value that it shows in grey, or the server's."));
   if (!values) return null;
   const { system: text, policy, max_kv_size, ...numbers } = values;
   const chosen = Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null));

@@ -2,11 +2,11 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, compressText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, cellsToPin, compressText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { canGoBackTo, cellsOf, pinnable, rangesOf, sharesOf } from "./turns.js";
+import { canGoBackTo, pinnable, rangesOf, sharesOf, withoutEnd } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
@@ -88,7 +88,7 @@ function whyButton(memory, container) {
 function turnElements(memory, turn, actions) {
   const title = turn.label.replace(/^./, (letter) => letter.toUpperCase());
   const what = turn.label === "opening" ? h("p", { class: "hint" }, "What the chat template writes before the first message, such as the model's own system prompt.") : null;
-  const words = wordsLink(memory, turn);
+  const words = withoutEnd(sharesOf(memory, turn.start, turn.end)).some(({ standing }) => standing === "forgotten") ? wordsLink(memory, turn) : null;
   const heading = [h("h3", {}, title), what, h("p", {}, heldText(memory, turn), words ? [" ", words] : null)];
   if (!actions) return heading;
   const { start, end } = turn;
@@ -126,9 +126,9 @@ function pinAction(memory, turn, { name, start, end }, actions) {
     return action(label("Unpin"), "It may be forgotten again.", unpin);
   }
   const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
-  if (!held.length) return null;
+  if (!held.length || !cellsToPin(memory, { start, end })) return null;
   const text = pinText(memory, { start, end });
-  if (cellsOf(sharesOf(memory, start, end)) > pinRoom(memory)) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
+  if (cellsToPin(memory, { start, end }) > pinRoom(memory)) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
   return action(label("Pin"), text, () => actions.change("pin", "pin", held, `${subject} is pinned.`));
 }
 
@@ -139,7 +139,7 @@ const action = (label, cost, run) => h("div", { class: "memory-action" }, h("but
 async function replace(memory, part, actions) {
   const fields = [
     { name: "text", label: "New text", kind: "textarea", value: part.text, required: true },
-    { name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" },
+    ...(part.end < memory.tokens ? [{ name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" }] : []),
   ];
   const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace");
   if (!values || values.text === part.text) return;

@@ -1,12 +1,15 @@
 // What the memory beside the chat says, as sentences: values only, no elements.
 
-import { cellsOf, countOf, sharesOf, standingText } from "./turns.js";
+import { cellsOf, countOf, sharesOf, standingText, withoutEnd } from "./turns.js";
 
 /** @param {number} value */
 const count = (value) => Math.round(value).toLocaleString("en-US");
 
 /** @param {number} value @param {string} noun */
 const counted = (value, noun) => `${count(value)} ${noun}${Math.round(value) === 1 ? "" : "s"}`;
+
+/** @type {Record<string, string>} */
+const FULL = { window: "held", kept: "held" };
 
 /** @type {Record<string, string>} */
 const HELD = { window: "held until newer text needs the room", kept: "kept for good, as the beginning of the text" };
@@ -17,7 +20,8 @@ const HELD = { window: "held until newer text needs the room", kept: "kept for g
  */
 export function heldText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
-  const standing = HELD[standingText(shares)] || standingText(shares);
+  const text = standingText(withoutEnd(shares));
+  const standing = (memory.policy === "full" ? FULL : HELD)[text] || text;
   return `${counted(end - start, "token")} in ${counted(cellsOf(shares), "cell")}, ${standing}.`;
 }
 
@@ -46,10 +50,20 @@ export function irreplaceableText(parts) {
 }
 
 /**
- * Returns how many cells can still be pinned: one at least is left for other text.
+ * Returns how many cells can still be pinned under a policy with a window, which has one at least. Others have no such limit, or the server tells theirs.
  * @param {Memory} memory
  */
-export const pinRoom = (memory) => (memory.max_kv_size === null ? Infinity : memory.max_kv_size - countOf(memory, "pinned") - countOf(memory, "kept") - 1);
+export function pinRoom({ policy, max_kv_size, ...memory }) {
+  if (max_kv_size === null || !["sliding", "shift"].includes(policy)) return Infinity;
+  const held = /** @type {Memory} */ (memory);
+  return max_kv_size - countOf(held, "pinned") - countOf(held, "kept") - 1;
+}
+
+/**
+ * Returns how many cells a pin of a range takes: kept ones stay anyway.
+ * @param {Memory} memory @param {{start: number, end: number}} range
+ */
+export const cellsToPin = (memory, { start, end }) => cellsOf(sharesOf(memory, start, end).filter(({ standing }) => standing !== "kept"));
 
 /**
  * Returns what it would do to pin a range, or why there is no room for it.
@@ -58,11 +72,13 @@ export const pinRoom = (memory) => (memory.max_kv_size === null ? Infinity : mem
 export function pinText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
   const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
-  const [cells, room] = [cellsOf(shares), pinRoom(memory)];
+  const [cells, room] = [cellsToPin(memory, { start, end }), pinRoom(memory)];
   if (cells > room) return `Not enough room to pin this: it takes ${counted(cells, "cell")}, and ${counted(Math.max(0, room), "cell")} can still be pinned. Unpin something first.`;
-  const rest = memory.max_kv_size === null ? "" : ` Takes ${count(cells)} of ${counted(memory.max_kv_size, "cell")}, and leaves ${count(room + 1 - cells)} for text that is not pinned.`;
-  const note = lost ? ` ${counted(lost, "token")} are forgotten already and cannot be pinned.` : "";
-  return `Never forgotten until it is unpinned.${rest}${note}`;
+  const left = room === Infinity ? "" : `, and leaves ${count(room + 1 - cells)} for text that is not pinned`;
+  const budget = memory.max_kv_size === null ? "" : ` of ${counted(memory.max_kv_size, "cell")}`;
+  const note = lost ? ` ${counted(lost, "token")} ${lost === 1 ? "is" : "are"} forgotten already and cannot be pinned.` : "";
+  const effect = memory.policy === "full" ? "Not compressed, nor removed by a compaction, until it is unpinned." : "Never forgotten until it is unpinned.";
+  return `${effect} Takes ${count(cells)}${budget || (cells === 1 ? " cell" : " cells")}${left}.${note}`;
 }
 
 /**
@@ -85,7 +101,7 @@ export const recomputeText = (memory, end) =>
 export function sizeText(memory, bytes) {
   const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
   const lost = countOf(memory, "forgotten");
-  const forgotten = lost ? `, of which ${count(lost)} are forgotten` : "";
+  const forgotten = lost ? `, of which ${count(lost)} ${lost === 1 ? "is" : "are"} forgotten` : "";
   const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with branches or kept for Undo` : "";
   return `${count(memory.cells)}${budget} cells in use. ${counted(memory.tokens, "token")}${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
 }

@@ -13,11 +13,11 @@ const MAX_ROWS = 200;
 /** @param {HTMLElement} container @param {View} view */
 export async function operations(container, { signal }) {
   const rows = h("tbody");
-  const [{ data }] = await Promise.all([get(PATH), fetchSessions()]);
-  fill(rows, data.filter(isShown).map(row));
+  const [{ data }, entries] = await Promise.all([get(PATH), fetchSessions()]);
+  fill(rows, data.filter(isShown).map((/** @type {Operation} */ operation) => row(operation, entries)));
   onOperation((operation) => {
     if (!operation || !isShown(operation)) return;
-    rows.prepend(row(operation));
+    rows.prepend(row(operation, null));
     while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
   }, signal);
   const names = ["Time", "Operation", "Session", "Tokens", "Milliseconds", "Bytes", "Revision"];
@@ -36,21 +36,17 @@ export async function operations(container, { signal }) {
 /** @param {Operation} operation */
 const isShown = ({ session }) => !isUndoName(session);
 
-// The link to a session, or the name of one that is not there any more.
-/** @param {string} name */
-function sessionCell(name) {
-  const entry = knownSessions().find((known) => known.name === name);
-  return entry ? sessionLink(name, titleOf(entry)) : name;
-}
-
-/** @param {Operation} operation */
-function row(operation) {
+/** @param {Operation} operation @param {SessionEntry[] | null} entries those that are there; null if that is not known */
+function row(operation, entries) {
+  const name = operation.session;
+  const entry = (entries || knownSessions()).find((known) => known.name === name);
+  const isLinked = entry || (!entries && operation.what !== "delete");
   return h(
     "tr",
     {},
     h("td", {}, clock(operation.when)),
     h("td", {}, operation.what),
-    h("td", {}, sessionCell(operation.session)),
+    h("td", {}, isLinked ? sessionLink(name, entry ? titleOf(entry) : name) : name),
     h("td", {}, number(operation.tokens)),
     h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer
     h("td", {}, bytes(operation.nbytes)),

@@ -5,7 +5,7 @@ import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } 
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";
-import { isUndoName } from "./undo.js";
+import { isUndoCopy } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -18,11 +18,11 @@ export async function sessions(container, { signal, edits }) {
       /** @type {{data: SessionEntry[]}} */
       const { data } = await get(PATH);
       if (signal.aborted) return;
-      const shown = data.filter(({ name }) => !isUndoName(name));
+      const shown = data.filter((entry) => !isUndoCopy(entry, data));
       fill(rows, shown.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `${number(shown.length)} sessions, and ${number(data.length - shown.length)} copies for Undo: ${bytes(held)} reserved. ${RESERVED_HINT}`
+        ? `Sessions: ${number(shown.length)}, and copies for Undo: ${number(data.length - shown.length)}. ${bytes(held)} reserved. ${RESERVED_HINT}`
         : "No sessions yet.";
     } catch (error) {
       showStatus(messageOf(error), true);

@@ -4,7 +4,7 @@ import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation } from "./live.js";
-import { isUndoName } from "./undo.js";
+import { isUndoCopy, isUndoName } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -14,7 +14,7 @@ export async function tree(container, { signal, edits }) {
   const reload = async () => {
     try {
       const [sessions, snapshots] = await Promise.all([get(PATH), fetchSnapshots()]);
-      const shown = sessions.data.filter((/** @type {SessionEntry} */ entry) => !isUndoName(entry.name));
+      const shown = sessions.data.filter((/** @type {SessionEntry} */ entry) => !isUndoCopy(entry, sessions.data));
       if (!signal.aborted) fill(forest, forestOf(shown, snapshots, edits));
     } catch (error) {
       showStatus(messageOf(error), true);

@@ -1,7 +1,7 @@
 // The whole context as a strip of turns, as wide as their cells; inside, each standing has the share of its tokens.
 
 import { fill, h, number } from "./dom.js";
-import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, standingText } from "./turns.js";
+import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, standingText, withoutEnd } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
@@ -84,9 +84,8 @@ function bar(memory, turn, total, reachable) {
   const cells = cellsOf(shares);
   const checkpoints = checkpointsOf(memory, turn.start, turn.end);
   const after = checkpoints.length ? `, checkpoint after token ${checkpoints.map(({ at }) => number(at)).join(", ")}` : "";
-  const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(shares)}${after}`;
-  const drawn = standingText(shares) === "pinned" ? shares.filter(({ standing }) => standing !== "forgotten") : shares; // not the template's own tokens
-  const parts = drawn.map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
+  const text = `${turn.label}: ${number(turn.end - turn.start)} tokens, ${number(Math.round(cells))} cells, ${standingText(withoutEnd(shares))}${after}`;
+  const parts = withoutEnd(shares).map(({ standing, tokens }) => h("span", { class: standing, style: { flexGrow: String(tokens) } }));
   const marks = checkpoints.map(({ part }) => h("span", { class: "checkpoint", style: { left: `calc(${100 * part}% - 2px)` } }));
   const share = Math.max(NARROWEST, cells / total);
   const style = { flexGrow: String(share), minWidth: `max(var(--least, 5px), ${SHRUNK_TO * share}%)` };
@@ -111,6 +110,6 @@ export function legend(memory) {
   return h(
     "ul",
     { class: "legend", "aria-label": "Legend" },
-    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${NAMES[name] || name} ${number(count)} ${unit}`.trimEnd())),
+    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${(memory.policy !== "full" && NAMES[name]) || name} ${number(count)} ${unit}`.trimEnd())),
   );
 }

@@ -188,16 +188,27 @@ export function canGoBackTo(memory, at) {
   return !gap || at > gap.end || at === memory.tokens;
 }
 
+/** @param {Part} part */
+const saying = ({ role, text }) => `${role} ${text}`;
+
 /**
- * Returns the turns of which an earlier state of the conversation has neither the question nor the answer.
+ * Returns the turns that were said, or gone on with, since an earlier state of the conversation.
  * @param {Turn[]} turns @param {Turn[]} earlier
+ * @param {boolean} isOneOther whether one turn may say something else: a message was replaced, or answered once more
  */
-export function turnsSince(turns, earlier) {
-  const left = earlier.map(({ parts }) => new Set(parts.map(({ role, text }) => `${role} ${text}`)));
+export function turnsSince(turns, earlier, isOneOther) {
+  let [next, others] = [0, isOneOther ? 1 : 0];
   return turns.filter(({ parts }) => {
-    const at = left.findIndex((texts) => parts.some(({ role, text }) => texts.has(`${role} ${text}`)));
-    if (at >= 0) left.splice(at, 1);
-    return at < 0 && parts.some(({ role }) => role === "question" || role === "answer");
+    if (!parts.length || parts[0].role === "system") return false;
+    const said = parts.map(saying);
+    const rest = earlier.slice(next).map((turn) => turn.parts.map(saying));
+    let at = rest.findIndex((texts) => texts.length === said.length && said.every((text) => texts.includes(text)));
+    if (at < 0 && others) {
+      at = rest.findIndex((texts) => said.some((text) => texts.includes(text)));
+      if (at >= 0) others -= 1;
+    }
+    if (at >= 0) next += at + 1;
+    return at < 0;
   });
 }
 
@@ -214,12 +225,20 @@ export function standingText(shares) {
   const tokens = (name) => shares.filter(({ standing }) => standing === name).reduce((sum, share) => sum + share.tokens, 0);
   const all = shares.reduce((sum, share) => sum + share.tokens, 0);
   const count = (/** @type {string} */ name) => tokens(name).toLocaleString("en-US");
-  const isWhole = tokens("forgotten") <= END_TOKENS && !names.includes("compressed");
-  if (names.includes("pinned") && isWhole && tokens("pinned") + tokens("forgotten") > all * 0.9) return "pinned";
-  if (!names.includes("forgotten") && tokens("compressed") > all * 0.9) return "compressed"; // all but the template's own tokens
+  for (const name of ["pinned", "compressed"]) if (!names.includes("forgotten") && tokens(name) > all * 0.9) return name; // all but the template's own tokens
   const [first, ...others] = ["pinned", "compressed", "forgotten"].filter((name) => names.includes(name));
   if (!first) return names.sort((a, b) => tokens(b) - tokens(a))[0];
   return [`${count(first)} of ${all.toLocaleString("en-US")} tokens ${first}`, ...others.map((name) => `${count(name)} ${name}`)].join(", ");
+}
+
+/**
+ * Returns the shares of a whole turn without the template's end, if that alone is forgotten of a pinned turn: it came after the pin.
+ * @param {Share[]} shares
+ */
+export function withoutEnd(shares) {
+  const [end, others] = [shares.at(-1), shares.slice(0, -1)];
+  const isEnd = end?.standing === "forgotten" && end.tokens <= END_TOKENS && standingText(others) === "pinned";
+  return isEnd ? others : shares;
 }
 
 /** @param {Share[]} shares */

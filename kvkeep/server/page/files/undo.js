@@ -8,7 +8,13 @@ const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
 
-/** @typedef {{name: string, number: number, operation: string, tokens: number}} Step  tokens: the session's before the change. */
+/**
+ * Whether a session is a copy for the undo of another one that exists.
+ * @param {SessionEntry} entry @param {SessionEntry[]} entries all sessions
+ */
+export const isUndoCopy = (entry, entries) => isUndoName(entry.name) && entries.some(({ name }) => name === entry.parent);
+
+/** @typedef {{name: string, number: number, operation: string, tokens: number | undefined}} Step  tokens: the session's before the change, if it is in memory. */
 
 /**
  * Returns the changes of a session that can be undone, the newest first.
@@ -40,7 +46,7 @@ export function stepsAmong(entries, session) {
 export const offeredStep = (steps, tokens) => steps.find((step) => !isPassed(step, tokens));
 
 /** @param {Step} step @param {number} tokens of the session now */
-const isPassed = ({ operation, tokens: before }, tokens) => ["pin", "unpin"].includes(operation) && before !== tokens;
+const isPassed = ({ operation, tokens: before }, tokens) => operation === "pin" && before !== undefined && before !== tokens;
 
 /**
  * Drops the forks of newest changes that are no longer offered, once a text has gone on.
