@@ -128,7 +128,7 @@ test("the newest change is undone, but no pin once the text has gone on", () => 
 
 test("turns since a change are those with nothing that was said before it", () => {
   const turn = (...texts) => ({ parts: texts.map((text, at) => ({ role: at ? "answer" : "question", text })) });
-  const since = (now, before, isOneOther = false) => turnsSince(now, before, isOneOther).map(({ parts }) => parts[0].text);
+  const since = (now, before, allowsChange = false) => turnsSince(now, before, allowsChange).map(({ parts }) => parts[0].text);
   const before = [turn("A", "1"), turn("B", "2")];
   assert.deepEqual(since(before, before), []);
   assert.deepEqual(since([turn("B", "2")], before), []); // one was removed

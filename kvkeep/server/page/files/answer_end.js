@@ -10,7 +10,11 @@ const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longe
 
 // An answer of the same name that was generated again, or replaced, is another one.
 /** @param {Part} part */
-const signatureOf = ({ text }) => `${text.length} ${[...text].reduce((hash, letter) => (Math.imul(hash, 31) + letter.charCodeAt(0)) | 0, 0)}`;
+function signatureOf({ text }) {
+  let hash = 0;
+  for (let at = 0; at < text.length; at += 1) hash = (Math.imul(hash, 31) + text.charCodeAt(at)) | 0;
+  return `${text.length} ${hash}`;
+}
 
 /**
  * Keeps how an answer ended, or that a message was replaced.
@@ -27,5 +31,5 @@ export function keepEnd(name, part, end) {
  */
 export function endNote(name, part) {
   const kept = keptOf(name).ends?.[part.label];
-  return kept?.signature === signatureOf(part) ? h("span", { class: "standing" }, TEXTS[kept.end]) : null;
+  return kept && kept.signature === signatureOf(part) ? h("span", { class: "standing" }, TEXTS[kept.end]) : null;
 }

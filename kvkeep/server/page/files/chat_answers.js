@@ -8,7 +8,7 @@ import { conversationsChanged } from "./conversations.js";
 import { fill, number, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
 import { countOf } from "./turns.js";
-import { dropPassed } from "./undo.js";
+import { dropObsolete } from "./undo.js";
 
 const SETTLE_TRIES = 100;
 const SETTLE_EVERY = 100; // milliseconds
@@ -111,7 +111,7 @@ export class ChatAnswers {
     if (chat.signal.aborted) return false;
     await this.settle(isStopped ? "stopped" : this.finishReason === "length" ? "length" : null);
     if (failure) showStatus(changeError(failure), true);
-    if (chat.memory) await dropPassed(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
+    if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
     return stoppedEarly;
   }

@@ -110,8 +110,8 @@ export class ChatChanges {
   async turnsSince(step) {
     const before = /** @type {Memory} */ (await get(`/v1/sessions/${step.name}/memory`));
     const pieces = await fetchPieces(step.name, 0, before.tokens);
-    const isOneOther = ["replace", "regenerate"].includes(step.operation);
-    return turnsSince(this.chat.turns, turnsOf(before, pieces.map(({ text }) => text)), isOneOther);
+    const allowsChange = ["replace", "regenerate"].includes(step.operation);
+    return turnsSince(this.chat.turns, turnsOf(before, pieces.map(({ text }) => text)), allowsChange);
   }
 
   // Removes an answer, and has the question answered once more, which stays with its pins.

@@ -188,26 +188,25 @@ export function canGoBackTo(memory, at) {
   return !gap || at > gap.end || at === memory.tokens;
 }
 
-/** @param {Part} part */
-const saying = ({ role, text }) => `${role} ${text}`;
+/** @param {Turn} turn */
+const contentOf = ({ parts }) => parts.map(({ role, text }) => `${role} ${text}`);
 
 /**
  * Returns the turns that were said, or gone on with, since an earlier state of the conversation.
  * @param {Turn[]} turns @param {Turn[]} earlier
- * @param {boolean} isOneOther whether one turn may say something else: a message was replaced, or answered once more
+ * @param {boolean} allowsChange whether the text of one turn may differ: a message was replaced, or answered once more
  */
-export function turnsSince(turns, earlier, isOneOther) {
-  let [next, others] = [0, isOneOther ? 1 : 0];
-  return turns.filter(({ parts }) => {
-    if (!parts.length || parts[0].role === "system") return false;
-    const said = parts.map(saying);
-    const rest = earlier.slice(next).map((turn) => turn.parts.map(saying));
-    let at = rest.findIndex((texts) => texts.length === said.length && said.every((text) => texts.includes(text)));
-    if (at < 0 && others) {
-      at = rest.findIndex((texts) => said.some((text) => texts.includes(text)));
-      if (at >= 0) others -= 1;
+export function turnsSince(turns, earlier, allowsChange) {
+  let [rest, mayDiffer] = [earlier.map(contentOf), allowsChange];
+  return turns.filter((turn) => {
+    const texts = contentOf(turn);
+    if (!texts.length || turn.parts[0].role === "system") return false;
+    let at = rest.findIndex((before) => before.length === texts.length && texts.every((text) => before.includes(text)));
+    if (at < 0 && mayDiffer) {
+      at = rest.findIndex((before) => texts.some((text) => before.includes(text)));
+      mayDiffer = at < 0;
     }
-    if (at >= 0) next += at + 1;
+    rest = rest.slice(at + 1);
     return at < 0;
   });
 }

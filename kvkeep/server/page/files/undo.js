@@ -43,18 +43,18 @@ export function stepsAmong(entries, session) {
  * Returns the newest change to offer Undo for. Once a text has gone on, a pin is undone by its own button alone.
  * @param {Step[]} steps @param {number} tokens of the session now
  */
-export const offeredStep = (steps, tokens) => steps.find((step) => !isPassed(step, tokens));
+export const offeredStep = (steps, tokens) => steps.find((step) => !isObsolete(step, tokens));
 
 /** @param {Step} step @param {number} tokens of the session now */
-const isPassed = ({ operation, tokens: before }, tokens) => operation === "pin" && before !== undefined && before !== tokens;
+const isObsolete = ({ operation, tokens: before }, tokens) => operation === "pin" && before !== undefined && before !== tokens;
 
 /**
  * Drops the forks of newest changes that are no longer offered, once a text has gone on.
  * @param {string} session @param {number} tokens of it now
  */
-export async function dropPassed(session, tokens) {
+export async function dropObsolete(session, tokens) {
   const steps = await undoSteps(session);
-  const first = steps.findIndex((step) => !isPassed(step, tokens));
+  const first = steps.findIndex((step) => !isObsolete(step, tokens));
   for (const { name } of first < 0 ? steps : steps.slice(0, first)) await send("DELETE", `/v1/sessions/${name}`);
 }
 
