@@ -8,7 +8,8 @@ chosen through the environment, for example:
     KVKEEP_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
       python -m benchmarks.files smollm2-135m-instruct --prompt 512 --prompt 4096 --context 4096
 
-compares AVX2 kernels with a llama.cpp built without AVX-512.
+compares AVX2 kernels with a llama.cpp built without AVX-512. Several builds of llama.cpp are
+compared by `--llama FOLDER` each.
 """
 
 import dataclasses
@@ -86,6 +87,13 @@ class Plan:
     help="Context length; repeatable.",
 )
 @click.option("--kvkeep-alone", is_flag=True, help="Without llama.cpp.")
+@click.option(
+    "--llama",
+    "builds",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with the libraries of a build of llama.cpp; repeatable.",
+)
 @out_option
 def main(
     files: Sequence[str],
@@ -93,6 +101,7 @@ def main(
     prompts: Sequence[int],
     contexts: Sequence[int],
     kvkeep_alone: bool,
+    builds: Sequence[Path],
     out: Path | None,
 ) -> None:
     """Measure prefill and decode with GGUF FILES (paths or names of known models)."""
@@ -100,7 +109,7 @@ def main(
     plan = Plan(rounds, prompts, sorted(contexts))
     speeds, versions = list[Speed](), dict[str, About]()
     for file in files:
-        speeds += measure(_gguf_path(file), plan, kvkeep_alone, versions)
+        speeds += measure(_gguf_path(file), plan, [] if kvkeep_alone else builds or [None], versions)
     _show(speeds, plan)
     if out:
         output = {
@@ -116,17 +125,23 @@ def _gguf_path(file: str) -> Path:
     return Path(file) if Path(file).exists() else gguf_file(file, progress=True)
 
 
-def measure(file: Path, plan: Plan, alone: bool, versions: dict[str, About]) -> list[Speed]:
-    """Measure one file. In each round, every program grows one context through all lengths."""
+def measure(
+    file: Path, plan: Plan, builds: Sequence[Path | None], versions: dict[str, About]
+) -> list[Speed]:
+    """Measure one file. In each round, every program grows one context through all lengths.
+
+    builds: of llama.cpp; None is llama-cpp-python's own.
+    """
     folder, skipped = resolve(str(file), progress=True), list[str]()
     ids = TextCodec.open(folder).encode(manual_text())[: plan.most]
     setup = Setup(str(file), folder, "cpu", torch.get_num_threads())
-    variants = [Variant("kvkeep"), Variant("llama.cpp", None, file)]
+    llama_variants = [Variant("llama.cpp", None, file, build) for build in builds]
     prefill_seconds: dict[tuple[str, int], list[float]] = {}
     decode_seconds: dict[tuple[str, int], list[float]] = {}
     resident: dict[str, int] = {}
     steps = len(plan.prompts) + len(plan.contexts)
-    with WorkerPool(setup, variants[: 1 if alone else 2], skipped, versions, patience=600) as pool:
+    variants = [Variant("kvkeep"), *llama_variants]
+    with WorkerPool(setup, variants, skipped, versions, patience=600) as pool:
         pool.warm_up(ids, plan.most)
         with bar(plan.rounds * len(pool.remotes) * steps, file.name) as advance:
             for index in range(plan.rounds):
@@ -185,12 +200,12 @@ def _extend_and_decode(
 def _show(speeds: Sequence[Speed], plan: Plan) -> None:
     prompts = "".join(f"{f'prefill {n}':>14}" for n in plan.prompts)
     contexts = "".join(f"{f'decode@{n}':>13}" for n in plan.contexts)
-    print(f"{'':<34}{'':<12}{prompts}{contexts}{'resident':>12}{'file':>10}")
+    print(f"{'':<34}{'':<18}{prompts}{contexts}{'resident':>12}{'file':>10}")
     for row in speeds:
         prefill = "".join(f"{speed:>14.1f}" for speed in row.prefill.values())
         decode = "".join(f"{speed:>13.1f}" for speed in row.decode.values())
         sizes = f"{row.resident / 1e6:>9,.0f} MB{row.file_bytes / 1e6:>7,.0f} MB"
-        print(f"{row.file:<34}{row.reader:<12}{prefill}{decode}{sizes}")
+        print(f"{row.file:<34}{row.reader:<18}{prefill}{decode}{sizes}")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,18 @@ class Variant:
     """One way to run a peer.
 
     peer: a name of `plan.PEERS`. weights: format of the weights, if a peer has several variants.
-    file: read instead of the model's folder.
+    file: read instead of the model's folder. libraries: folder of another build of the peer.
     """
 
     peer: str
     weights: str | None = None
     file: Path | None = None
+    libraries: Path | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.peer} {self.weights}" if self.weights else self.peer
+        build = self.libraries.name if self.libraries else None
+        return " ".join(part for part in (self.peer, self.weights, build) if part)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ UBATCH_TOKENS = 512  # n_ubatch, llama.cpp's own default
 class LlamaCppPeer:
     """Uses flash attention. A full endless context is shifted: half of its unkept tokens go."""
 
-    def __init__(self, setup: Setup, file: Path):
-        self._library = library = load_library()
+    def __init__(self, setup: Setup, file: Path, libraries: Path | None = None):
+        self._library = library = load_library(libraries)
         self._threads, self._file = setup.threads, file
         params = library.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -31,7 +31,9 @@ class LlamaCppPeer:
         self._begin(None, 0)
 
     def about(self) -> About:
-        how = f"{self._file.stat().st_size / 1e6:.0f} MB, f16 cells, flash attention"
+        features = self._library.llama_print_system_info().decode().strip(" |")
+        size = self._file.stat().st_size / 1e6
+        how = f"{size:.0f} MB, f16 cells, flash attention; {features}"
         return About(f"llama-cpp-python {self._library.__version__}", how)
 
     def open(self, max_tokens: int, forks: int = 0) -> None:

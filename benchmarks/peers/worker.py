@@ -49,7 +49,7 @@ def make_peer(setup: Setup, variant: Variant) -> Peer:
         from benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
         assert variant.file is not None, "llama.cpp reads a file"
-        return LlamaCppPeer(setup, variant.file)
+        return LlamaCppPeer(setup, variant.file, variant.libraries)
     if variant.peer == "transformers":
         from benchmarks.peers.transformers_peer import TransformersPeer
 
