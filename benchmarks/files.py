@@ -109,7 +109,9 @@ def main(
     plan = Plan(rounds, prompts, sorted(contexts))
     speeds, versions = list[Speed](), dict[str, About]()
     for file in files:
-        speeds += measure(_gguf_path(file), plan, [] if kvkeep_alone else builds or [None], versions)
+        speeds += measure(
+            _gguf_path(file), plan, [] if kvkeep_alone else builds or [None], versions
+        )
     _show(speeds, plan)
     if out:
         output = {
