@@ -17,6 +17,7 @@ NOTABLE_FLAGS = (
     "avx512f",
     "avx512_bf16",
     "avx512_vnni",
+    "avx_vnni",
     "amx_bf16",
     "amx_int8",
     "asimd",

@@ -25,6 +25,7 @@ from kvkeep.version import __version__
 _CPU_FEATURES = (
     *("avx2", "fma", "f16c"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
+    "avx_vnni",
     *("amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )

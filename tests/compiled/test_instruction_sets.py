@@ -30,6 +30,7 @@ kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled 
 # The flags in /proc/cpuinfo that each set needs.
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
+    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
     "neon": {"asimd"},

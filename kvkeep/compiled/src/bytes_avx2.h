@@ -1,15 +1,34 @@
-// The integer products of integers.h on AVX2.
+// The integer products of integers.h on AVX2, with or without VNNI.
 #pragma once
 
 namespace kvkeep {
 
 constexpr int kMaxByteCode = 255;
 
-// Sums of products of unsigned with signed bytes, added in pairs: two 16-bit sums for each lane.
 using ByteSums = Ints;
-constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 2;
 
 KVKEEP_INLINE ByteSums zero_byte_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+#if defined(__AVXVNNI__)
+// Sums of products of unsigned with signed bytes, added four at a time, in 32 bits.
+constexpr int kMaxByteSum = INT32_MAX, kProductsPerByteSum = 4;
+
+KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {
+  return {_mm256_dpbusd_avx_epi32(sums.low, codes.low, bytes.low),
+          _mm256_dpbusd_avx_epi32(sums.high, codes.high, bytes.high)};
+}
+template <int kFactor>
+KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
+  return shift_left<__builtin_ctz(kFactor)>(x);
+}
+KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
+  return {_mm256_dpwssd_avx_epi32(sums.low, a.low, b.low),
+          _mm256_dpwssd_avx_epi32(sums.high, a.high, b.high)};
+}
+#else
+// Sums of products of unsigned with signed bytes, added in pairs: two 16-bit sums for each lane.
+constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 2;
+
 KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {
   return {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(codes.low, bytes.low)),
           _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(codes.high, bytes.high))};
@@ -26,6 +45,8 @@ KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
   return {_mm256_add_epi32(sums.low, _mm256_madd_epi16(a.low, b.low)),
           _mm256_add_epi32(sums.high, _mm256_madd_epi16(a.high, b.high))};
 }
+#endif
+
 // Load 32 signed bytes, extended to the 16-bit halves of the lanes.
 KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const __m128i* from = reinterpret_cast<const __m128i*>(x);

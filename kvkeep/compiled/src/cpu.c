@@ -2,7 +2,15 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
 static int avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+/* Compilers name the flag differently: the bit of CPUID is the same. */
+static int avxvnni(void) {
+  unsigned eax, ebx, ecx, edx;
+  return avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1U << 4));
+}
 
 static int avx512(void) {
   return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -39,6 +47,7 @@ int kvkeep_cpu_runs(const char* set) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!strcmp(set, "avx2")) return avx2();
+  if (!strcmp(set, "avxvnni")) return avxvnni();
   if (!strcmp(set, "avx512")) return avx512();
   if (!strcmp(set, "avx512bf16")) return avx512bf16();
 #elif defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))

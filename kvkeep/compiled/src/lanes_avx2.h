@@ -18,7 +18,11 @@ struct Mask {  // all bits of a lane, or none
 constexpr int kAccumulators = 6;  // Floats that fit in registers as accumulators
 constexpr int kRowTile = 3;       // input rows multiplied at a time with a block of packed weights
 constexpr int kIntegerRowTile = 2;  // the same, for rows as integers
-constexpr int kPromptTile = 3;      // the same, for rows of prompts
+#if defined(__AVXVNNI__)
+constexpr int kPromptTile = 6;  // the same, for rows of prompts
+#else
+constexpr int kPromptTile = 3;  // the same, for rows of prompts
+#endif
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};

@@ -19,6 +19,8 @@ namespace {
 constexpr int kPanelGroups = 16;  // of 32 columns, unpacked at a time: 16 KiB of codes
 constexpr int kPartBlocks = 2;    // of 16 rows of weights, for which a panel of rows stays in cache
 constexpr int kBatchTiles = 256 / kPromptTile;  // of rows, multiplied with a panel
+// Where one instruction multiplies and adds, GCC would store the sums in each turn of a loop.
+constexpr int kUnrolledPairs = kProductsPerByteSum == 4 ? kPairs : 2;
 
 // Rows as integers, kPromptTile rows at a time: their numbers at two columns lie beside each other.
 // A tile that has fewer rows ends with zeros. See IntegerGroup for scales and sums.
@@ -107,7 +109,7 @@ __attribute__((noinline)) void multiply_panel(const Panel<F>& panel, int first, 
       Ints products[kPromptTile];
 #pragma GCC unroll 16
       for (int i = 0; i < kPromptTile; ++i) products[i] = splat_int(0);
-#pragma GCC unroll 2
+#pragma GCC unroll kUnrolledPairs
       for (int p = s * kScalePairs; p < (s + 1) * kScalePairs; ++p, x += 2 * kPromptTile) {
         const Ints codes = panel.codes[g][p];
 #pragma GCC unroll 16
