@@ -11,6 +11,7 @@ const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
+const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
 const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
@@ -252,4 +253,19 @@ test("a message is warned of if memory does not hold it, or forgets much for it"
   assert.match(sizeWarning(1200, room()), /^About 1,200 tokens, but memory has 512 cells/);
   assert.match(sizeWarning(113, room({ policy: "full" })), /only 112 of 512 cells are free: it does not fit/);
   assert.equal(sizeWarning(9999, room({ max_kv_size: null })), "");
+});
+
+test("a note stays with its message until the text is another one", () => {
+  const stored = new Map();
+  globalThis.localStorage = { getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value) };
+  const part = (label, text) => ({ label, role: "answer", start: 0, end: 1, text });
+  keepNote("a", part("turn 1 question", "Hi"), "replaced");
+  keepNote("a", part("turn 1 answer", "Hello"), "stopped");
+  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), "stopped");
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello!")), null);
+  assert.equal(noteOf("b", part("turn 1 answer", "Hello")), null);
+  keepNote("a", part("turn 1 answer", "Hello"), null);
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), null);
+  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
 });

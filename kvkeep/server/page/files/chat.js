@@ -1,7 +1,6 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
 import { CHANGED } from "./session_change.js";
-import { endNote } from "./answer_end.js";
 import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
@@ -13,6 +12,7 @@ import { fill, h, showStatus, statusText } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
+import { noteElement } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
@@ -181,7 +181,7 @@ export class ChatView {
     this.frame.setTitle(titleOf(memory));
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
-    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), endNote(memory.name, part), standingNote(memory, part)]));
+    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory.name, part), standingNote(memory, part)]));
     if (elements.length) this.frame.drawTurns(elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns, this.answers.last);

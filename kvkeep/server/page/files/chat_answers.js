@@ -1,12 +1,12 @@
 // The answers of a conversation: sent messages, and what is generated for them, as it comes.
 
 import { changeError, changeHeaders } from "./session_change.js";
-import { keepEnd } from "./answer_end.js";
 import { get, messageOf, send, streamEvents } from "./api.js";
 import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, number, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
+import { keepNote } from "./message_note.js";
 import { countOf } from "./turns.js";
 import { dropObsolete } from "./undo.js";
 
@@ -134,9 +134,9 @@ export class ChatAnswers {
     }
   }
 
-  // Loads the session once it is no longer busy with an answer that was stopped. end: how the answer ended, null if the model ended it.
-  /** @param {import("./answer_end.js").End | null} end */
-  async settle(end) {
+  // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.
+  /** @param {import("./message_note.js").Note | null} note */
+  async settle(note) {
     const forgotten = this.chat.memory ? countOf(this.chat.memory, "forgotten") : 0;
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
@@ -147,7 +147,7 @@ export class ChatAnswers {
     if (!memory) return;
     if (!forgotten && countOf(memory, "forgotten")) showStatus(NOW_FORGETS);
     const part = turns.at(-1)?.parts.at(-1);
-    if (part?.role === "answer") keepEnd(memory.name, part, end);
+    if (part?.role === "answer") keepNote(memory.name, part, note);
     this.chat.draw();
   }
 }

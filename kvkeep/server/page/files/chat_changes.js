@@ -1,11 +1,11 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
-import { keepEnd } from "./answer_end.js";
 import { changeError, changeHeaders } from "./session_change.js";
 import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFor, titleOf } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { get, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
+import { keepNote } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { fetchPieces } from "./pieces.js";
 import { canGoBackTo, turnsOf, turnsSince } from "./turns.js";
@@ -47,7 +47,7 @@ export class ChatChanges {
     const { memory, turns } = this.chat;
     const part = turns.flatMap(({ parts }) => parts).find((each) => each.start === start);
     if (!memory || !part) return;
-    keepEnd(memory.name, part, "replaced");
+    keepNote(memory.name, part, "replaced");
     this.chat.draw();
   }
 
@@ -180,8 +180,8 @@ export class ChatChanges {
     const { name } = /** @type {Memory} */ (this.chat.memory);
     try {
       const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), title, ...body }, { headers });
-      const { sampling, ends } = keptOf(name);
-      keep(created.name, { sampling, ends, branchOf: name });
+      const { sampling, notes } = keptOf(name);
+      keep(created.name, { sampling, notes, branchOf: name });
       conversationsChanged();
       return /** @type {string} */ (created.name);
     } catch (error) {

@@ -1,0 +1,44 @@
+// Notes on messages: that an answer was stopped or cut off, or a message replaced. This browser keeps them by what the messages said.
+
+import { h } from "./dom.js";
+import { keep, keptOf } from "./chat_settings.js";
+
+/** @typedef {import("./turns.js").Part} Part */
+/** @typedef {"stopped" | "length" | "replaced"} Note */
+
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer: Continue, or allow more in Settings", replaced: "Replaced" };
+
+// An answer of the same name that was generated again, or replaced, is another one.
+/** @param {Part} part */
+function signatureOf({ text }) {
+  let hash = 0;
+  for (let at = 0; at < text.length; at += 1) hash = (Math.imul(hash, 31) + text.charCodeAt(at)) | 0;
+  return `${text.length} ${hash}`;
+}
+
+/**
+ * Keeps the note on a message in place of the one before.
+ * @param {string} name of its session @param {Part} part @param {Note | null} note null for none
+ */
+export function keepNote(name, part, note) {
+  const { [part.label]: _, ...others } = keptOf(name).notes || {};
+  keep(name, { notes: note ? { ...others, [part.label]: { note, signature: signatureOf(part) } } : others });
+}
+
+/**
+ * Returns the note on a message as it is now; null if there is none.
+ * @param {string} name of its session @param {Part} part
+ */
+export function noteOf(name, part) {
+  const kept = keptOf(name).notes?.[part.label];
+  return kept?.signature === signatureOf(part) ? kept.note : null;
+}
+
+/**
+ * Creates the note on a message; null if there is none.
+ * @param {string} name of its session @param {Part} part
+ */
+export function noteElement(name, part) {
+  const note = noteOf(name, part);
+  return note && h("span", { class: "standing" }, TEXTS[note]);
+}
