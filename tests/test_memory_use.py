@@ -1,4 +1,6 @@
-"""The reported memory of a session's parts, and of what a rewind evaluates again, is true."""
+"""What is reported of a session is true: its parts, what a rewind evaluates, what can be pinned."""
+
+from typing import Any
 
 import pytest
 from edit_actions import LOCAL_MODEL, MODEL, loud_model
@@ -60,6 +62,37 @@ def test_a_rewind_evaluates_as_many_tokens_as_announced(
         else:
             session.rewind(removed)
             assert evaluated == (announced if removed else 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "sliding"},
+        {"policy": "shift"},
+        {"policy": "shift", "discard": 12},
+        {"policy": "archive", "window": 30, "block": 8, "ratio": 2},
+    ],
+)
+def test_as_many_cells_can_be_pinned_as_announced(options: dict[str, Any]) -> None:
+    session = MODEL.session(64, keep=4, prefill_step=50, **options)
+    session.feed(IDS[:64])
+    first = session.token_status.index("window")
+    session.pin(first, first + 3)
+    room = session.memory_use.pin_room
+    assert room is not None
+    end = first + 3 + room
+    assert end < 64
+    with pytest.raises(InvalidArgument):
+        session.pin(first + 3, end + 1)
+    session.pin(first + 3, end)
+    assert session.memory_use.pin_room == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "self_extend"])
+def test_policies_that_evict_nothing_let_everything_be_pinned(policy: str) -> None:
+    session = MODEL.session(64, policy=policy, **({"window": 32} if policy != "full" else {}))
+    session.feed(IDS[:64])
+    assert session.memory_use.pin_room is None
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -176,6 +176,11 @@ class Archive(Policy):
         cache.drop_empty_segments()
         return compressions
 
+    @property
+    def pin_limit(self) -> int:
+        min_archive = int(self.block / self.ratio) + 1
+        return self.max_kv_size - self.keep - self.window - self.block - min_archive
+
     def check(self, pinned_count: int = 0) -> None:
         super().check(pinned_count)
         check_budget(self.compression_method, self.head_budget)
@@ -186,8 +191,7 @@ class Archive(Policy):
             )
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
-        min_window_cells = self.window + self.block + int(self.block / self.ratio) + 1
-        max_keep = self.max_kv_size - min_window_cells
+        max_keep = self.keep + self.pin_limit
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
@@ -199,7 +203,7 @@ class Archive(Policy):
                 "raise max_kv_size, or lower window"
             )
         others = f", a window of {self.window} and blocks of {self.block}"
-        self.check_pins(pinned_count, max_keep - self.keep, others)
+        self.check_pins(pinned_count, self.pin_limit, others)
         if self.reach < (min_reach := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
                 f"a span of {self.reach} positions is too short: a budget of {self.max_kv_size} "

@@ -67,6 +67,11 @@ class Policy(ABC):
         return self.max_kv_size
 
     @property
+    def pin_limit(self) -> int | None:
+        """The most cells that pins may take beyond the first `keep`; None for no limit."""
+        return None
+
+    @property
     def query_count(self) -> int:
         """How many of the newest queries the policy decides by; a prefix cache has none of them."""
         return 0
@@ -105,6 +110,12 @@ class Policy(ABC):
                 f"{self.max_kv_size} has room for {room} beside the {self.keep} that are "
                 f"kept{others}; pin or keep fewer tokens, or raise max_kv_size"
             )
+
+    def pin_room(self, cache: KVCache, pins: Set[int]) -> int | None:
+        """Return how many more cells can be pinned, beside the pins; None for no limit."""
+        if self.pin_limit is None:
+            return None
+        return self.pin_limit - count_cells_to_pin(cache, self.keep, pins)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings for `make_policy` as JSON values."""

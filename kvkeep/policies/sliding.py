@@ -45,16 +45,19 @@ class Sliding(Policy):
     def window_limit(self, cache: KVCache) -> int:
         return self.max_kv_size - self.keep - pinned_cell_count(cache, self.keep)
 
+    @property
+    def pin_limit(self) -> int:
+        return self.max_kv_size - self.keep - 1  # the window has a cell at least
+
     def check(self, pinned_count: int = 0) -> None:
         super().check(pinned_count)
-        room = self.max_kv_size - self.keep - 1  # for pins: the window has a cell at least
-        if self.keep < 0 or room < 0:
+        if not 0 <= self.keep < self.max_kv_size:
             raise InvalidArgument(
                 f"keep must leave room for a window: expected 0 to {self.max_kv_size - 1} for a "
                 f"budget of {self.max_kv_size} cells, found {self.keep}; keep fewer tokens, or "
                 "raise max_kv_size"
             )
-        self.check_pins(pinned_count, room)
+        self.check_pins(pinned_count, self.max_kv_size - self.keep - 1)
 
     def reconfigure(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
@@ -77,6 +80,10 @@ class Shift(Sliding):
 
     def discard_count(self, cache: KVCache) -> int:
         return self.discard or max(1, self.window_limit(cache) // 2)
+
+    @property
+    def pin_limit(self) -> int:
+        return self.max_kv_size - self.keep - max(1, self.discard)
 
     def check(self, pinned_count: int = 0) -> None:
         super().check(pinned_count)

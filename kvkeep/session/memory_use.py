@@ -1,4 +1,4 @@
-"""Bytes of the parts of a session in memory, and the tokens that a rewind evaluates again."""
+"""Bytes of the parts of a session in memory, and what a rewind or a pin would take."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ class MemoryUse:
     a state. checkpoints: what these take beyond the session's own windows and states.
     checkpoint_ends: after which tokens they are. rewind_evaluates: how many tokens `rewind(1)`
     evaluates again; 0 if it removes the only token, None if it is refused. residual_cells: how many
-    cells of all layers and KV heads stand for clusters of evicted ones.
+    cells of all layers and KV heads stand for clusters of evicted ones. pin_room: how many more
+    cells can be pinned, None for no limit.
     """
 
     cells: int
@@ -25,6 +26,7 @@ class MemoryUse:
     checkpoint_ends: tuple[int, ...]
     rewind_evaluates: int | None
     residual_cells: int
+    pin_room: int | None
 
 
 def memory_use(memory: Memory) -> MemoryUse:
@@ -37,7 +39,8 @@ def memory_use(memory: Memory) -> MemoryUse:
     ends = tuple(each.num_tokens for each in memory.checkpoints.entries)
     rewound, ragged = evaluated_by_rewind(memory, 1), (s.block.slots for s in cache.segments)
     residual = sum(int(x.residual_mask.sum()) for x in ragged if isinstance(x, RaggedCells))
-    return MemoryUse(cells, windows, states, checkpoints, ends, rewound, residual)
+    pin_room = memory.policy.pin_room(cache, memory.pins)
+    return MemoryUse(cells, windows, states, checkpoints, ends, rewound, residual, pin_room)
 
 
 def evaluated_by_rewind(memory: Memory, count: int) -> int | None:

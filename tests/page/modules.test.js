@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, withoutEnd } = await import(`${FILES}/turns.js`);
-const { answerText, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinRoom, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, canPin, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
@@ -152,13 +152,21 @@ test("a question and its answer are pinned apart, with all tokens of the turn", 
 
 test("what does not fit beside other pins is not pinned, which is said before", () => {
   const runs = [run("kept", 0, 4), run("pinned", 4, 60), run("window", 60, 100)];
-  const held = memory({ policy: "sliding", tokens: 100, cells: 100, max_kv_size: 100, runs });
-  assert.equal(pinRoom(held), 39);
-  assert.equal(pinRoom({ ...held, policy: "full" }), Infinity);
-  assert.equal(cellsToPin(held, { start: 0, end: 60 }), 56); // what is kept takes nothing
-  assert.match(pinText(held, { start: 60, end: 99 }), /^Never forgotten .* Takes 39 of 100 cells, and leaves 1 for/);
-  assert.match(pinText(held, { start: 60, end: 100 }), /^Not enough room .* takes 40 cells, and 39 cells can still be pinned/);
-  assert.equal(pinRoom({ ...held, max_kv_size: null }), Infinity);
+  const held = memory({ policy: "shift", tokens: 100, cells: 100, max_kv_size: 100, pin_room: 30, runs });
+  assert.equal(cellsToPin(held, { start: 0, end: 60 }), 0); // what is kept takes nothing
+  assert.equal(cellsToPin(held, { start: 50, end: 70 }), 10);
+  assert.match(pinText(held, { start: 60, end: 90 }), /^Never forgotten .* Takes 30 of 100 cells, and leaves room to pin 0 more\.$/);
+  assert.match(pinText(held, { start: 60, end: 91 }), /^Not enough room .* takes 31 cells, and 30 cells can still be pinned/);
+  assert.deepEqual([30, 31].map((cells) => canPin(held, cells)), [true, false]);
+  assert.ok(canPin({ ...held, pin_room: null }, 1000));
+});
+
+test("tokens without a cell of their own are not pinned", () => {
+  const runs = [run("forgotten", 0, 3), run("compressed", 3, 9), run("window", 9, 20)];
+  const held = memory({ policy: "archive", tokens: 20, cells: 14, max_kv_size: 100, pin_room: 50, runs });
+  assert.equal(cellsToPin(held, { start: 0, end: 12 }), 3);
+  assert.match(pinText(held, { start: 0, end: 12 }), /Takes 3 of 100 cells, and leaves room to pin 47 more\. 9 tokens are forgotten or compressed already/);
+  assert.match(pinText(held, { start: 8, end: 12 }), /1 token is compressed already and cannot be pinned\.$/);
 });
 
 test("parts that are not held as a whole are named", () => {
@@ -181,12 +189,13 @@ test("a pinned turn stays pinned when its end token is evicted, and counts what 
 
 test("what a change would free or cost is said by the cells that are held", () => {
   const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
-  const held = memory({ policy: "sliding", tokens: 20, cells: 10, max_kv_size: 100, bytes: 1000, cell_bytes: 40, runs });
+  const held = memory({ policy: "sliding", tokens: 20, cells: 10, max_kv_size: 100, pin_room: 80, bytes: 1000, cell_bytes: 40, runs });
+  const window = memory({ ...held, runs: [{ ...runs[0], standing: "window" }, runs[1]] });
   const bytes = (count) => `${count} bytes`;
   assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
   assert.match(removeText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
-  assert.match(pinText(held, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves 85 for .* 5 tokens are forgotten already/);
-  assert.equal(pinText({ ...held, max_kv_size: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
+  assert.match(pinText(window, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves room to pin 75 more\. 5 tokens are forgotten already/);
+  assert.equal(pinText({ ...window, max_kv_size: null, pin_room: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
   assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
   assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 300 bytes.");

@@ -107,6 +107,24 @@ def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) 
     expect(card_button(page, "Unpin answer")).to_be_visible()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "shift", "discard": 122},
+        {"policy": "archive", "window": 105, "ratio": 2},
+    ],
+)
+def test_a_pin_that_the_policy_has_no_room_for_is_not_offered(
+    page: Page, client: httpx.Client, settings: dict[str, Any]
+) -> None:
+    name = f"no-room-in-{settings['policy']}"
+    open_chat(page, client, name, max_kv_size=128, keep=4, **settings)
+    room = client.get(f"/v1/sessions/{name}/memory").json()["pin_room"]
+    hint = page.locator(".turn-card .hint").filter(has_text="Pin message: Not enough room")
+    expect(hint).to_contain_text(f"{room} cells can still be pinned")
+    expect(card_button(page, "Pin message")).to_have_count(0)
+
+
 def test_a_message_that_is_forgotten_in_part_leads_to_its_words(
     page: Page, client: httpx.Client
 ) -> None:

@@ -28,9 +28,19 @@ def test_a_session_shows_its_states_and_checkpoints(client: httpx.Client) -> Non
     assert sum(parts.values()) == memory["bytes"]
     assert parts["checkpoints"] == 3 * parts["states"] > 0
     assert memory["rewind_evaluates"] == 399 - 384
+    assert memory["pin_room"] is None
     client.post("/v1/sessions/a/fork", json={"name": "b"}).raise_for_status()
     forked = client.get("/v1/sessions/b/memory").json()
     assert forked["bytes_shared"] == forked["bytes"], "states are shared as well"
+
+
+def test_a_session_shows_how_many_cells_can_be_pinned(client: httpx.Client) -> None:
+    settings = {"policy": "shift", "max_kv_size": 256, "keep": 4, "discard": 100}
+    assert client.post("/v1/sessions", json={"name": "d", **settings}).status_code == 201
+    client.post("/v1/sessions/d/feed", json={"tokens": list(range(3, 203))}).raise_for_status()
+    assert client.get("/v1/sessions/d/memory").json()["pin_room"] == 256 - 4 - 100
+    client.post("/v1/sessions/d/pin", json={"start": 0, "end": 20}).raise_for_status()
+    assert client.get("/v1/sessions/d/memory").json()["pin_room"] == 256 - 4 - 100 - 16
 
 
 def test_why_a_prompt_was_not_reused_names_the_missing_checkpoint(client: httpx.Client) -> None:

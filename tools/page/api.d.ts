@@ -60,6 +60,7 @@ interface Memory {
   residual_cells: number;
   heads: number;
   rewind_evaluates: number | null;
+  pin_room: number | null;
   last_prompt: Reuse | null;
   runs: Run[];
   spans: Record<string, Span>;

@@ -50,10 +50,11 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     `cell_bytes` is what one cell takes, and `bytes` what all take, with those that are reserved for
     the next ones. `bytes_by_part` says what cells, windows of local layers, states and checkpoints
     take, `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
-    rewind by one token evaluates again. `residual_cells` are the cells, over all layers and KV
-    heads, that stand for evicted ones; they belong to no token. `heads` is the number of KV heads
-    of all layers, each of which holds `cells`. `last_prompt` says what of the session's last prompt
-    was reused, moved or read again.
+    rewind by one token evaluates again. `pin_room` says how many more cells can be pinned, null for
+    no limit. `residual_cells` are the cells, over all layers and KV heads, that stand for evicted
+    ones; they belong to no token. `heads` is the number of KV heads of all layers, each of which
+    holds `cells`. `last_prompt` says what of the session's last prompt was reused, moved or read
+    again.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -127,6 +128,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         "residual_cells": use.residual_cells,
         "heads": layout.layers * layout.kv_heads,
         "rewind_evaluates": use.rewind_evaluates,
+        "pin_room": use.pin_room,
         "last_prompt": record.last_prompt,
         "runs": runs,
         "spans": spans,

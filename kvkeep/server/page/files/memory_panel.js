@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, cellsToPin, compressText, heldText, irreplaceableText, nameOf, pinRoom, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, canPin, cellsToPin, compressText, heldText, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -115,7 +115,7 @@ function turnElements(memory, turn, actions) {
 }
 
 /**
- * Creates what pins or unpins a part of a turn; null if none of it is held.
+ * Creates what pins or unpins a part of a turn; null if none of it can be pinned.
  * @param {Memory} memory @param {Turn} turn @param {{name: string, start: number, end: number}} range @param {Actions} actions
  */
 function pinAction(memory, turn, { name, start, end }, actions) {
@@ -125,11 +125,11 @@ function pinAction(memory, turn, { name, start, end }, actions) {
     const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${subject} is no longer pinned.`);
     return action(label("Unpin"), "It may be forgotten again.", unpin);
   }
-  const held = rangesOf(memory, start, end, (standing) => standing !== "forgotten");
-  if (!held.length || !cellsToPin(memory, { start, end })) return null;
+  const ranges = rangesOf(memory, start, end, isPinnable);
+  if (!ranges.length) return null;
   const text = pinText(memory, { start, end });
-  if (cellsToPin(memory, { start, end }) > pinRoom(memory)) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
-  return action(label("Pin"), text, () => actions.change("pin", "pin", held, `${subject} is pinned.`));
+  if (!canPin(memory, cellsToPin(memory, { start, end }))) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
+  return action(label("Pin"), text, () => actions.change("pin", "pin", ranges, `${subject} is pinned.`));
 }
 
 /** @param {string} label @param {string} cost @param {() => void} run */

@@ -50,35 +50,44 @@ export function irreplaceableText(parts) {
 }
 
 /**
- * Returns how many cells can still be pinned under a policy with a window, which has one at least. Others have no such limit, or the server tells theirs.
- * @param {Memory} memory
+ * Whether a token of a standing can be pinned: one with a cell of its own that is not pinned already. A kept one stays anyway.
+ * @param {string} standing
  */
-export function pinRoom({ policy, max_kv_size, ...memory }) {
-  if (max_kv_size === null || !["sliding", "shift"].includes(policy)) return Infinity;
-  const held = /** @type {Memory} */ (memory);
-  return max_kv_size - countOf(held, "pinned") - countOf(held, "kept") - 1;
-}
+export const isPinnable = (standing) => ["window", "grouped"].includes(standing);
 
 /**
- * Returns how many cells a pin of a range takes: kept ones stay anyway.
+ * Returns how many cells a pin of a range takes.
  * @param {Memory} memory @param {{start: number, end: number}} range
  */
-export const cellsToPin = (memory, { start, end }) => cellsOf(sharesOf(memory, start, end).filter(({ standing }) => standing !== "kept"));
+export const cellsToPin = (memory, { start, end }) => cellsOf(sharesOf(memory, start, end).filter(({ standing }) => isPinnable(standing)));
+
+/**
+ * Whether so many more cells can be pinned.
+ * @param {Memory} memory @param {number} cells
+ */
+export const canPin = ({ pin_room }, cells) => pin_room === null || cells <= pin_room;
 
 /**
  * Returns what it would do to pin a range, or why there is no room for it.
  * @param {Memory} memory @param {{start: number, end: number}} range
  */
 export function pinText(memory, { start, end }) {
-  const shares = sharesOf(memory, start, end);
-  const lost = shares.filter(({ standing }) => standing === "forgotten").reduce((sum, { tokens }) => sum + tokens, 0);
-  const [cells, room] = [cellsToPin(memory, { start, end }), pinRoom(memory)];
-  if (cells > room) return `Not enough room to pin this: it takes ${counted(cells, "cell")}, and ${counted(Math.max(0, room), "cell")} can still be pinned. Unpin something first.`;
-  const left = room === Infinity ? "" : `, and leaves ${count(room + 1 - cells)} for text that is not pinned`;
+  const [cells, room] = [cellsToPin(memory, { start, end }), memory.pin_room];
+  if (!canPin(memory, cells)) return `Not enough room to pin this: it takes ${counted(cells, "cell")}, and ${counted(Math.max(0, room || 0), "cell")} can still be pinned. Unpin something first.`;
+  const left = room === null ? "" : `, and leaves room to pin ${count(room - cells)} more`;
   const budget = memory.max_kv_size === null ? "" : ` of ${counted(memory.max_kv_size, "cell")}`;
-  const note = lost ? ` ${counted(lost, "token")} ${lost === 1 ? "is" : "are"} forgotten already and cannot be pinned.` : "";
   const effect = memory.policy === "full" ? "Not compressed, nor removed by a compaction, until it is unpinned." : "Never forgotten until it is unpinned.";
-  return `${effect} Takes ${count(cells)}${budget || (cells === 1 ? " cell" : " cells")}${left}.${note}`;
+  return `${effect} Takes ${count(cells)}${budget || (cells === 1 ? " cell" : " cells")}${left}.${lostText(sharesOf(memory, start, end))}`;
+}
+
+/**
+ * Returns a sentence about tokens that have no cell of their own to pin; "" if there are none.
+ * @param {import("./turns.js").Share[]} shares
+ */
+function lostText(shares) {
+  const names = ["forgotten", "compressed"].filter((name) => shares.some(({ standing }) => standing === name));
+  const lost = shares.filter(({ standing }) => names.includes(standing)).reduce((sum, { tokens }) => sum + tokens, 0);
+  return lost ? ` ${counted(lost, "token")} ${lost === 1 ? "is" : "are"} ${names.join(" or ")} already and cannot be pinned.` : "";
 }
 
 /**
