@@ -62,6 +62,33 @@ def test_a_long_chat_opens_at_its_end(narrow_page: Page, long_chat: str) -> None
     wait_until(narrow_page, _IS_AT_THE_END)
 
 
+def test_a_chat_is_where_it_was_left_after_the_inspector(page: Page, long_chat: str) -> None:
+    page.goto(f"/#/chat/{long_chat}")
+    expect(page.locator(".turn")).to_have_count(2 * EXCHANGES)
+    page.locator(".turn-bars button[data-turn='message 41']").click()
+    selected = page.locator(".turn.selected")
+    expect(selected).to_be_in_viewport()
+    page.locator(".log").hover()
+    page.mouse.wheel(0, 70)
+    page.wait_for_timeout(500)  # heights of turns that come into view are measured
+    before = selected.evaluate(_TOP)
+    for back in ("Chat", None):
+        page.get_by_role("link", name="Inspect", exact=True).click()
+        expect(page.locator("main .strip")).to_be_visible()
+        if back:
+            page.get_by_role("link", name=back, exact=True).click()
+        else:
+            page.go_back()
+        expect(selected).to_have_attribute("data-turn", "message 41")
+        page.wait_for_timeout(500)
+        assert selected.evaluate(_TOP) == pytest.approx(before, abs=2)
+    expect(page.locator(".turn-card h3")).to_have_text("Message 41")
+
+
+# Where an element begins in the view.
+_TOP = "(element) => element.getBoundingClientRect().top"
+
+
 def test_a_strip_of_many_turns_scrolls_in_proportion(narrow_page: Page, long_chat: str) -> None:
     page = narrow_page
     page.goto(f"/#/chat/{long_chat}")

@@ -5,6 +5,7 @@ import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { ChatFrame } from "./chat_frame.js";
+import { keepView, keptView } from "./chat_place.js";
 import { keptOf, titleOf } from "./chat_settings.js";
 import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
@@ -72,6 +73,7 @@ export class ChatView {
   listen() {
     const { signal } = this;
     signal.addEventListener("abort", () => this.answers.stop());
+    signal.addEventListener("abort", () => this.keepView());
     const onDeleting = (/** @type {any} */ event) => event.detail === this.name && this.answers.stop();
     document.addEventListener("deleting", onDeleting, { signal });
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
@@ -89,6 +91,7 @@ export class ChatView {
   /** @param {string | null} name */
   async open(name) {
     this.name = name;
+    if (name !== null) this.frame.restore(keptView(name));
     if (name === null) this.drawWelcome();
     else await this.load();
     if (this.edits) this.frame.box.focus();
@@ -176,8 +179,9 @@ export class ChatView {
 
   draw() {
     const memory = /** @type {Memory} */ (this.memory);
-    const isFollowed = !this.turns.length || this.frame.isNearEnd();
-    this.turns = turnsOf(memory, this.texts);
+    const turns = turnsOf(memory, this.texts);
+    const isFollowed = this.turns.length ? this.frame.isNearEnd() : !this.frame.isLeftAmong(turns);
+    this.turns = turns;
     this.frame.setTitle(titleOf(memory));
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
@@ -245,9 +249,14 @@ export class ChatView {
     this.frame.setBusy(busy);
   }
 
+  keepView() {
+    if (this.name !== null && this.memory) keepView(this.name, this.frame.view);
+  }
+
   // Shows another conversation in this view.
   /** @param {string} name */
   leaveFor(name) {
+    this.keepView();
     history.pushState(null, "", `#/chat/${name}`);
     [this.name, this.memory, this.texts, this.turns, this.answers.last] = [name, null, [], [], null];
   }

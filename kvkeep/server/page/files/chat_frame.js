@@ -1,5 +1,6 @@
 // What a conversation's view consists of: heading, strip, turns, message box and memory panel.
 
+import { placeOf, reserveHeights, scrollToPlace } from "./chat_place.js";
 import { composer } from "./composer.js";
 import { byId, fill, h } from "./dom.js";
 import { memoryPanel } from "./memory_panel.js";
@@ -34,6 +35,8 @@ export class ChatFrame {
     this.lastAnswer = null;
     /** @type {HTMLElement | null} */
     this.panelOpener = null; // what had the focus
+    /** @type {import("./chat_place.js").Place | null} */
+    this.nextPlace = null; // that the turns are shown at when they are first drawn
     this.settlingFrames = 0; // in which the view still goes to the end
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1", {}, "New chat");
@@ -67,6 +70,23 @@ export class ChatFrame {
       height = this.log.clientHeight;
       if (lost > 0 && this.distanceToEnd() < NEAR_END + lost) this.log.scrollTop += lost;
     }).observe(this.log);
+  }
+
+  // What is to be shown again when the conversation is opened again.
+  get view() {
+    return { selected: this.selected, place: this.isNearEnd() ? null : placeOf(this.log) };
+  }
+
+  // Has the conversation shown as it was left, once it is drawn.
+  /** @param {import("./chat_place.js").LeftView} view */
+  restore({ selected, place }) {
+    [this.selected, this.nextPlace] = [selected, place];
+  }
+
+  // Whether turns that are drawn first are shown where they were left.
+  /** @param {Turn[]} turns */
+  isLeftAmong(turns) {
+    return turns.some(({ label }) => label === this.nextPlace?.label);
   }
 
   /** @param {string} title of the conversation */
@@ -154,19 +174,12 @@ export class ChatFrame {
   // Replaces the turns. The first one in view stays where it is, and turns out of view have the heights of before.
   /** @param {HTMLElement[]} elements */
   drawTurns(elements) {
-    const top = this.log.scrollTop;
-    const before = /** @type {HTMLElement[]} */ ([...this.log.querySelectorAll(".turn[data-turn]")]);
-    const heights = new Map(before.map((turn) => [turn.dataset.turn, turn.offsetHeight]));
-    const shown = before.find((turn) => turn.offsetTop + turn.offsetHeight > top + this.log.offsetTop);
-    const [label, above] = [shown?.dataset.turn, shown ? shown.offsetTop - top : 0];
-    const wasInView = isInView(before.find((turn) => turn.dataset.turn === this.selected), this.log);
-    for (const element of elements) {
-      const height = heights.get(element.dataset.turn);
-      if (height) element.style.containIntrinsicSize = `auto ${height}px`;
-    }
+    const place = placeOf(this.log) || this.nextPlace;
+    this.nextPlace = null;
+    const wasInView = isInView(/** @type {HTMLElement | null} */ (this.log.querySelector(".turn.selected")), this.log);
+    if (place) reserveHeights(elements, place);
     fill(this.log, elements);
-    const same = elements.find((element) => element.dataset.turn === label);
-    if (label && same) this.log.scrollTop = same.offsetTop - above;
+    if (place) scrollToPlace(this.log, place);
     if (wasInView) elements.find((turn) => turn.dataset.turn === this.selected)?.scrollIntoView({ block: "nearest" });
   }
 
@@ -196,10 +209,10 @@ export class ChatFrame {
   }
 }
 
-/** @param {HTMLElement | undefined} turn @param {HTMLElement} log */
+/** @param {HTMLElement | null} turn @param {HTMLElement} log */
 function isInView(turn, log) {
   const top = turn ? turn.offsetTop - log.offsetTop - log.scrollTop : Infinity;
-  return turn !== undefined && top < log.clientHeight && top + turn.offsetHeight > 0;
+  return turn !== null && top < log.clientHeight && top + turn.offsetHeight > 0;
 }
 
 /** @param {Event} event */

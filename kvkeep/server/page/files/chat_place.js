@@ -1,0 +1,52 @@
+// The place of a reader in a conversation, which is shown again when the conversation is opened again.
+
+/**
+ * @typedef {object} Place
+ * @property {string | undefined} label  of the first turn in view
+ * @property {number} above  from the top of the view to that turn, in pixels: below 0 if it begins out of view
+ * @property {Map<string | undefined, number>} heights  of all turns
+ */
+/** @typedef {{selected: string | null, place: Place | null}} LeftView  place: null at the end of the conversation. */
+
+/** @type {Map<string, LeftView>} */
+const leftViews = new Map(); // by session, as long as the page is open
+
+/** @param {string} name @param {LeftView} view */
+export const keepView = (name, view) => leftViews.set(name, view);
+
+/** @param {string} name @returns {LeftView} */
+export const keptView = (name) => leftViews.get(name) || { selected: null, place: null };
+
+/** @param {HTMLElement} log @returns {HTMLElement[]} */
+const turnsIn = (log) => [...log.querySelectorAll(".turn[data-turn]")].map((turn) => /** @type {HTMLElement} */ (turn));
+
+/**
+ * Returns where a log is scrolled to; null if it has no turns.
+ * @param {HTMLElement} log @returns {Place | null}
+ */
+export function placeOf(log) {
+  const [turns, top] = [turnsIn(log), log.scrollTop];
+  const shown = turns.find((turn) => turn.offsetTop + turn.offsetHeight > top + log.offsetTop) || turns.at(-1);
+  if (!shown) return null;
+  return { label: shown.dataset.turn, above: shown.offsetTop - top, heights: new Map(turns.map((turn) => [turn.dataset.turn, turn.offsetHeight])) };
+}
+
+/**
+ * Gives turns that are to be drawn the heights of before: those out of view would get estimated ones.
+ * @param {HTMLElement[]} turns @param {Place} place
+ */
+export function reserveHeights(turns, { heights }) {
+  for (const turn of turns) {
+    const height = heights.get(turn.dataset.turn);
+    if (height) turn.style.containIntrinsicSize = `auto ${height}px`;
+  }
+}
+
+/**
+ * Scrolls a log to a place, if its turn is still there.
+ * @param {HTMLElement} log @param {Place} place
+ */
+export function scrollToPlace(log, { label, above }) {
+  const same = turnsIn(log).find((turn) => turn.dataset.turn === label);
+  if (same) log.scrollTop = same.offsetTop - above;
+}
