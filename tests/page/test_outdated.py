@@ -52,7 +52,14 @@ def expect_selection(page: Page, start: int, end: int) -> None:
 
 def expect_no_selection(page: Page) -> None:
     expect_selection(page, 0, 0)
-    for button in ("Pin", "Delete text", "Replace", "Insert before", "Fork here", "Rewind to here"):
+    for button in (
+        "Pin",
+        "Delete text",
+        "Replace",
+        "Insert before",
+        "Branch here",
+        "Rewind to here",
+    ):
         expect(page.get_by_role("button", name=button, exact=True)).to_be_disabled()
 
 
@@ -152,8 +159,8 @@ DIALOGS: dict[str, dict[str, str]] = {
     "Replace": {"text": "other"},
     "Insert before": {"text": "other"},
     "Name": {"name": "part"},
-    "Fork here": {"name": "fork-of-another-revision"},
-    "Fork": {"name": "fork-of-another-revision"},
+    "Branch here": {"name": "fork-of-another-revision"},
+    "Branch": {"name": "fork-of-another-revision"},
     "Snapshot": {"name": "snapshot-of-another-revision"},
     "Compress": {"ratio": "2"},
     "Delete": {},

@@ -121,7 +121,7 @@ def test_a_session_is_forked_at_a_token_and_rewound(page: Page, client: httpx.Cl
     show(page, name)
     last = memory(client, name)["tokens"]
     select(page, last - 30, last - 25)
-    press(page, "Fork here", name=new)
+    press(page, "Branch here", name=new)
     expect(page.get_by_role("heading", name=new, exact=True)).to_be_visible()
     assert memory(client, new)["tokens"] == last - 25
     show(page, name)

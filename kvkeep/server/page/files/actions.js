@@ -14,14 +14,14 @@ export function sessionButtons(newChange, memory) {
   /** @param {string} label @param {(change: Change) => Promise<any>} run */
   const button = (label, run) => h("button", { onclick: () => run(newChange()) }, label);
   return [
-    button("Fork", (change) => fork(change, null)),
+    button("Branch", (change) => fork(change, null)),
     memory().policy === "full" ? button("Compress", compress) : null, // other policies refuse it
     button("Save", (change) => change.post("save", {}, "Saved to disk.")),
     button("Snapshot", snapshot),
     button("Stay in memory", (change) => {
       const resident = !memory().resident;
       const path = `/v1/sessions/${change.name}/resident`;
-      return change.send("PUT", path, { resident }, resident ? "The session stays in memory." : "The session may be moved to disk.");
+      return change.send("PUT", path, { resident }, resident ? "The conversation stays in memory." : "The conversation may be moved to disk.");
     }),
     button("Delete", remove),
   ];
@@ -50,7 +50,7 @@ async function compress(change) {
 /** @param {Change} change */
 async function remove(change) {
   if (!(await promptDialog(`Delete ${change.name}?`, [], "Delete"))) return;
-  const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Session deleted.");
+  const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Conversation deleted.");
   if (deleted) location.hash = "#/";
 }
 
@@ -58,10 +58,10 @@ async function remove(change) {
 async function fork(change, at) {
   const where = at === null ? "at the end" : `before token ${at}`;
   const fields = [{ name: "name", label: "Name (optional)", ...NAME }];
-  const values = await promptDialog(`Fork ${where}`, fields, "Fork");
+  const values = await promptDialog(`Branch ${where}`, fields, "Branch");
   if (!values) return;
   const body = { ...(values.name ? { name: values.name } : {}), ...(at === null ? {} : { at }) };
-  const forked = await change.post("fork", body, "Forked.");
+  const forked = await change.post("fork", body, "Branched.");
   if (forked) location.hash = `#/sessions/${forked.name}`;
 }
 
@@ -95,7 +95,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     ["Delete text", deleteText],
     ["Replace", (change) => replace(change, range(), textOf)],
     ["Insert before", (change) => insert(change, selection.start)],
-    ["Fork here", (change) => fork(change, selection.end)],
+    ["Branch here", (change) => fork(change, selection.end)],
     ["Rewind to here", rewind],
   ];
   const buttons = newChange ? operations.map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label)) : [];

@@ -16,7 +16,7 @@ const REASONS = {
   compressed: "Cells of the nearest text were compressed.",
   quantised: "Cells of the nearest text are quantised.",
   edited: "The nearest text was edited, so its cells differ from those of a fresh prefill.",
-  settings: "The nearest session has another policy, budget, prefill step or KV bits.",
+  settings: "The nearest text has another policy, budget, prefill step or KV bits.",
 };
 
 /** @param {HTMLElement} container @param {View} view */

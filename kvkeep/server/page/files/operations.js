@@ -20,7 +20,7 @@ export async function operations(container, { signal }) {
     rows.prepend(row(operation, null));
     while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
   }, signal);
-  const names = ["Time", "Operation", "Session", "Tokens", "Milliseconds", "Bytes", "Revision"];
+  const names = ["Time", "Operation", "Conversation", "Tokens", "Milliseconds", "Bytes", "Revision"];
   fill(
     container,
     title("Operations", PATH),
@@ -45,7 +45,7 @@ function row(operation, entries) {
     "tr",
     {},
     h("td", {}, clock(operation.when)),
-    h("td", {}, operation.what),
+    h("td", {}, operation.what === "fork" ? "branch" : operation.what),
     h("td", {}, isLinked ? sessionLink(name, entry ? titleOf(entry) : name) : name),
     h("td", {}, number(operation.tokens)),
     h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer

@@ -114,7 +114,7 @@ class SessionView {
     this.strip.draw(this.memory);
     this.controls.updateSpans();
     if (this.selection.follow(this.memory, this.stableRevision)) {
-      showStatus("The session has changed; the selection was cleared.");
+      showStatus("The conversation has changed; the selection was cleared.");
     }
     this.controls.update();
     this.isDrawn = true;
@@ -187,7 +187,7 @@ function factLine(memory) {
   return [
     `${sizeText(memory, bytes)} Policy ${memory.policy}. `,
     overwrittenParts(memory),
-    memory.parent && !isUndoName(memory.parent) ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
+    memory.parent && !isUndoName(memory.parent) ? ["Branch of ", sessionLink(memory.parent), ". "] : "",
     memory.last_prompt && isPrompt(memory) ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
     tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
     `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),

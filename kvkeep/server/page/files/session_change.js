@@ -3,7 +3,7 @@
 import { ApiError, messageOf, send } from "./api.js";
 import { showStatus } from "./dom.js";
 
-export const CHANGED = "The session has changed since it was shown, so nothing was done. The page now shows its current state.";
+export const CHANGED = "The conversation has changed since it was shown, so nothing was done. The page now shows its current state.";
 
 /**
  * Returns the message for a failed change. Status 412: the session is at another revision.

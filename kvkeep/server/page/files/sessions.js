@@ -1,4 +1,4 @@
-// The list of sessions: what they hold and how fast they run.
+// All conversations and cached prompts: what they hold and how fast they run.
 
 import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
@@ -22,8 +22,8 @@ export async function sessions(container, { signal, edits }) {
       fill(rows, shown.map(row));
       const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
-        ? `Sessions: ${number(shown.length)}, and copies for Undo: ${number(data.length - shown.length)}. ${bytes(held)} reserved. ${RESERVED_HINT}`
-        : "No sessions yet.";
+        ? `Conversations and cached prompts: ${number(shown.length)}, copies for Undo: ${number(data.length - shown.length)}. ${bytes(held)} reserved. ${RESERVED_HINT}`
+        : "No conversations yet.";
     } catch (error) {
       showStatus(messageOf(error), true);
     }
@@ -33,14 +33,14 @@ export async function sessions(container, { signal, edits }) {
     for (const cell of rows.querySelectorAll("[data-rate]")) cell.textContent = rateText(cell.dataset.rate);
   }, 1000);
   signal.addEventListener("abort", () => clearInterval(timer));
-  const names = ["Session", "Tokens", "Cells", "Reserved", "Tokens/s", "State"];
+  const names = ["Conversation", "Tokens", "Cells", "Reserved", "Tokens/s", "State"];
   fill(
     container,
-    title("Sessions", PATH, edits ? h("button", { onclick: createSession }, "New session") : null),
+    title("Overview", PATH, edits ? h("button", { onclick: createSession }, "New conversation") : null),
     summary,
     h(
       "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" },
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Conversations and prompts" },
       h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), rows),
     ),
   );
@@ -78,11 +78,11 @@ export function stateText(entry) {
 
 async function createSession() {
   const values = await promptDialog(
-    "New session",
+    "New conversation",
     [
       { name: "name", label: "Name (optional)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
-      { name: "policy", label: "Policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
-      { name: "max_kv_size", label: "max_kv_size, in cells (empty: server default)", kind: "number", min: "1" },
+      { name: "policy", label: "Memory policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
+      { name: "max_kv_size", label: "Memory budget, in cells (empty: server default)", kind: "number", min: "1" },
     ],
     "Create",
   );

@@ -1,4 +1,4 @@
-// The tree of forks, with the snapshots of each session.
+// The tree of branches, with the snapshots of each conversation.
 
 import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
@@ -21,7 +21,7 @@ export async function tree(container, { signal, edits }) {
     }
   };
   onOperation(debounce(reload), signal);
-  fill(container, title("Tree of forks and snapshots", PATH), forest);
+  fill(container, title("Tree of branches and snapshots", PATH), forest);
   await reload();
 }
 
@@ -46,21 +46,21 @@ function forestOf(sessions, snapshots, edits) {
   /** @param {SessionEntry} entry @returns {HTMLElement} */
   const branch = (entry) => {
     const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
-    const forks = children.get(entry.name) || [];
-    const gone = entry.parent && !names.has(entry.parent) && !isUndoName(entry.parent) ? `, from ${entry.parent} (deleted)` : "";
+    const branches = children.get(entry.name) || [];
+    const gone = entry.parent && !names.has(entry.parent) && !isUndoName(entry.parent) ? `, branch of ${entry.parent} (deleted)` : "";
     const held = entry.in_memory ? `${number(entry.tokens)} tokens, ${bytes(entry.bytes)}` : "on disk";
-    const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...forks.map(branch)];
+    const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...branches.map(branch)];
     return h("li", {}, sessionLink(entry.name, titleOf(entry)), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
   const orphans = snapshots.filter((snapshot) => !snapshot.session || !names.has(snapshot.session));
   const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];
-  return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "No sessions yet.");
+  return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "No conversations yet.");
 }
 
 /** @param {SnapshotEntry} snapshot @param {boolean} edits */
 function leaf(snapshot, edits) {
   const restore = async () => {
-    const fields = [{ name: "name", label: "New session name (optional)" }];
+    const fields = [{ name: "name", label: "Name of the new conversation (optional)" }];
     const values = await promptDialog(`Restore ${snapshot.name}`, fields, "Restore");
     if (!values) return;
     try {
