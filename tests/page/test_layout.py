@@ -1,10 +1,17 @@
-"""Web UI: words that are the same everywhere."""
+"""Web UI: rows and buttons that stay in place, titles, turn numbers, and ways by keyboard."""
 
 import re
 
 import httpx
-from playwright.sync_api import Page, expect
+import pytest
+from page.conftest import open_page
+from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer
+
+# Titles of 60 characters, the longest that are given to a conversation by its first message.
+TITLES = [
+    f"Compare the rivers of Peru with those of Chile, as {end}" for end in ("a table.", "one poem.")
+]
 
 
 def create(server: RunningServer, name: str, turns: int = 1, **settings: object) -> None:
@@ -14,6 +21,102 @@ def create(server: RunningServer, name: str, turns: int = 1, **settings: object)
         for number in range(turns):
             turn = {"content": f"Name city {number}.", "max_tokens": 1, "temperature": 0}
             client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+
+
+def test_buttons_of_messages_are_disabled_in_place_during_an_answer(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "busy", turns=2)
+    page.goto("/#/chat/busy")
+    edits = page.get_by_role("button", name="Edit")
+    expect(edits).to_have_count(2)
+    regenerate = page.get_by_role("button", name="Regenerate")
+    expect(regenerate).to_be_enabled()
+    page.locator("#words").fill("Write a long story about a ship.")
+    page.locator("#words").press("Enter")
+    expect(page.locator(".open .markdown").first).to_be_visible()
+    for button in (*edits.all(), regenerate, page.get_by_role("button", name="Branch here").first):
+        expect(button).to_be_visible()
+        expect(button).to_be_disabled()
+    expect(page.locator(".chat-header .actions")).to_be_visible()
+    page.get_by_role("button", name="Stop").click()
+    expect(edits).to_have_count(3)
+    for button in (*edits.all(), regenerate):
+        expect(button).to_be_enabled()
+
+
+@pytest.mark.parametrize("width", [390, 360])
+def test_the_buttons_of_an_answer_are_one_row(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    create(server, f"row-{width}")
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        page.goto(f"/#/chat/row-{width}")
+        buttons = page.locator(".answer .message-bar button")
+        expect(buttons).to_have_count(5)
+        tops = buttons.evaluate_all("(all) => all.map((e) => e.getBoundingClientRect().top)")
+        assert len(set(tops)) == 1, buttons.all_inner_texts()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_ends_of_long_titles_are_shown(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    for number, title in enumerate(TITLES):
+        create(server, f"long-title-{width}-{number}", turns=0, title=title)
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        if width < 860:
+            page.get_by_role("button", name="Menu").click()
+        for number, title in enumerate(TITLES):
+            link = page.locator(f'[data-name="long-title-{width}-{number}"]')
+            expect(link).to_have_attribute("title", re.compile(re.escape(title)))
+            assert link.locator(".cut").evaluate("(e) => e.scrollHeight <= e.clientHeight")
+
+
+def test_turns_have_the_numbers_of_the_memory_panel(page: Page, server: RunningServer) -> None:
+    create(server, "numbered", turns=2)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto("/#/chat/numbered")
+    expect(page.locator(".turn-number")).to_have_text(["Turn 1", "Turn 2"])
+    for number in (1, 2):
+        turn = page.get_by_role("region", name=f"turn {number}", exact=True)
+        expect(turn.locator(".turn-number")).to_have_text(f"Turn {number}")
+        turn.get_by_role("button", name="Memory").first.click()
+        expect(page.locator(".turn-card h3")).to_have_text(f"Turn {number}")
+
+
+def test_the_first_link_of_the_page_leads_to_the_message_box(
+    page: Page, server: RunningServer
+) -> None:
+    """It is the first thing that Tab reaches, and leaves the URL as it is."""
+    create(server, "skipped-to")
+    page.goto("/#/chat/skipped-to")
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("#words")).to_be_focused()
+    page.get_by_role("link", name="Skip to the message box").press("Enter")
+    expect(page.locator("#words")).to_be_focused()
+    expect(page).to_have_url(f"{server.url}/#/chat/skipped-to")
+    page.goto("/#/operations")
+    page.reload()
+    expect(page.get_by_role("heading", name="Operations")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    expect(page).to_have_url(f"{server.url}/#/operations")
+
+
+def test_tab_reaches_first_what_closes_the_panel(browser: Browser, server: RunningServer) -> None:
+    create(server, "panel-order")
+    for page in open_page(browser, server, {"width": 390, "height": 700}):
+        page.goto("/#/chat/panel-order")
+        page.get_by_role("button", name="Memory", exact=True).first.press("Enter")
+        expect(page.locator(".memory-panel")).to_be_visible()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("button", name="Close the memory panel")).to_be_focused()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="JSON")).to_be_focused()
 
 
 def test_the_inspector_calls_things_as_the_chat_does(page: Page, server: RunningServer) -> None:

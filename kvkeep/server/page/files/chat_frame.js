@@ -163,6 +163,12 @@ export class ChatFrame {
     this.box.setBusy(busy);
     this.element.classList.toggle("busy", busy);
     this.buttons.inert = busy;
+    this.disableChanges();
+  }
+
+  // Disables the buttons of messages in their places while an answer or a change is in progress.
+  disableChanges() {
+    for (const button of this.log.querySelectorAll("button.change")) button.disabled = this.element.classList.contains("busy");
   }
 
   // Shows paragraphs in place of turns.
@@ -181,6 +187,7 @@ export class ChatFrame {
     fill(this.log, elements);
     if (place) scrollToPlace(this.log, place);
     if (wasInView) elements.find((turn) => turn.dataset.turn === this.selected)?.scrollIntoView({ block: "nearest" });
+    this.disableChanges();
   }
 
   distanceToEnd() {

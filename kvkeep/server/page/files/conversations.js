@@ -128,7 +128,7 @@ function item(entry, depth, edits, reload) {
   const mark = BRANCH_MARK.exec(title)?.[0] || ""; // shown whole where the title is cut
   const parts = [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
-  const link = h("a", { href: `#/chat/${name}`, title: name, "data-name": name, onclick: toMessage }, parts, state);
+  const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, parts, state);
   const rename = async () => {
     const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200" }], "Rename");
     focusItem(name);

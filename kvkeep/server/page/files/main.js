@@ -58,8 +58,11 @@ async function showView(focus) {
     fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)));
   }
   if (signal.aborted) return;
+  byId("skip").textContent = messageBox() ? "Skip to the message box" : "Skip to content";
   if (focus && !isChat) content.focus({ preventScroll: true });
 }
+
+const messageBox = () => document.getElementById("words");
 
 async function askForKey() {
   const fields = [{ name: "key", label: "API key", kind: "password", required: true }];
@@ -80,6 +83,10 @@ async function start() {
   const connection = h("span", { class: "state" });
   fill(byId("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);
   window.addEventListener("hashchange", () => showView(true));
+  byId("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the URL stays that of the view
+    (messageBox() || content).focus();
+  });
   byId("menu").addEventListener("click", () => document.body.classList.toggle("menu-open"));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") document.body.classList.remove("menu-open");

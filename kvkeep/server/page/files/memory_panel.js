@@ -6,7 +6,7 @@ import { answerText, canPin, cellsToPin, compressText, heldText, irreplaceableTe
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { canGoBackTo, pinnable, rangesOf, sharesOf, withoutEnd } from "./turns.js";
+import { canGoBackTo, pinnable, rangesOf, sharesOf, turnTitle, withoutEnd } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
@@ -86,7 +86,7 @@ function whyButton(memory, container) {
 
 /** @param {Memory} memory @param {Turn} turn @param {Actions | null} actions */
 function turnElements(memory, turn, actions) {
-  const title = turn.label.replace(/^./, (letter) => letter.toUpperCase());
+  const title = turnTitle(turn);
   const what = turn.label === "opening" ? h("p", { class: "hint" }, "What the chat template writes before the first message, such as the model's own system prompt.") : null;
   const words = withoutEnd(sharesOf(memory, turn.start, turn.end)).some(({ standing }) => standing === "forgotten") ? wordsLink(memory, turn) : null;
   const heading = [h("h3", {}, title), what, h("p", {}, heldText(memory, turn), words ? [" ", words] : null)];
@@ -109,7 +109,7 @@ function turnElements(memory, turn, actions) {
     pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
     held.length ? action("Remove", removeText(memory, turn, bytes), remove) : null,
     replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(!index), () => replace(memory, part, actions))),
-    canBranch ? action("Branch from here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
+    canBranch ? action("Branch here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];
 }
@@ -119,7 +119,7 @@ function turnElements(memory, turn, actions) {
  * @param {Memory} memory @param {Turn} turn @param {{name: string, start: number, end: number}} range @param {Actions} actions
  */
 function pinAction(memory, turn, { name, start, end }, actions) {
-  const subject = name ? `The ${nameOf(name)} of ${turn.label}` : turn.label.replace(/^./, (letter) => letter.toUpperCase());
+  const subject = name ? `The ${nameOf(name)} of ${turn.label}` : turnTitle(turn);
   const label = (/** @type {string} */ verb) => (name ? `${verb} ${nameOf(name)}` : verb);
   if (rangesOf(memory, start, end, (standing) => standing === "pinned").length) {
     const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${subject} is no longer pinned.`);

@@ -3,7 +3,7 @@
 import { fill, h } from "./dom.js";
 import { copyButton, markdown } from "./markdown.js";
 import { splitAnswer, toolName } from "./message_parts.js";
-import { sharesOf, standingText } from "./turns.js";
+import { sharesOf, standingText, turnTitle } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -16,7 +16,8 @@ const DRAW_EVERY = 80; // milliseconds, while an answer is generated
  * @param {Turn} turn @param {(part: Part) => (HTMLElement | null)[]} buttons
  */
 export function turnElement(turn, buttons) {
-  const parts = turn.parts.map((part) => partElement(part, buttons(part)));
+  const number = /\d/.test(turn.label) ? h("span", { class: "turn-number" }, turnTitle(turn)) : null;
+  const parts = turn.parts.map((part, at) => partElement(part, [...buttons(part), at ? null : number]));
   return h("section", { class: "turn", "data-turn": turn.label, "aria-label": turn.label }, parts);
 }
 
@@ -79,8 +80,8 @@ const folded = (summary, text, open) =>
 export function openTurn(question) {
   const content = h("div", { class: "content" });
   const progress = h("p", { class: "hint", role: "status" }, "Waiting...");
-  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, h("div", { class: "message-bar" })); // the bar has the place of the buttons to come
-  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question));
+  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, h("div", { class: "message-bar" })); // bars have the place of the buttons to come
+  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question), h("div", { class: "message-bar" }, copyButton(() => question)));
   const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
   let [reasoning, text] = ["", ""];
   let timer = 0;

@@ -24,15 +24,15 @@ function questionButtons(chat, turn, part, button) {
 export function turnButtons(chat, turn, part) {
   const memoryButton = h("button", { class: "small memory", title: `What memory holds of ${turn.label}`, onclick: () => chat.frame.select(turn.label, "chat") }, "Memory");
   if (!chat.edits) return part === turn.parts.at(-1) ? [memoryButton] : [];
-  /** @param {string} label @param {() => Promise<any>} run @param {string} [hint] */
-  const button = (label, run, hint) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint }, label);
+  /** @param {string} label @param {() => Promise<any>} run @param {string} hint @param {any} [shown] */
+  const button = (label, run, hint, shown = label) => h("button", { class: "small change", onclick: () => chat.exclusively(run), title: hint, "aria-label": label }, shown);
   const isTurn = turn.label.startsWith("turn ");
   const isLast = isTurn && turn === chat.turns.at(-1);
   if (part.role !== "answer") return [...questionButtons(chat, turn, part, button), memoryButton];
   return [
     isLast ? button("Regenerate", () => chat.changes.regenerate(part), "Answer once more; the old answer can be restored by Undo") : null,
     isLast ? button("Continue", () => chat.answers.continueAnswer(), "Go on where the answer ended") : null,
-    chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch from here", () => chat.changes.branch(turn.end)) : null,
+    chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch here", () => chat.changes.branch(turn.end), "Go on from here in a branch", ["Branch", h("span", { class: "wide" }, " here")]) : null,
     memoryButton,
   ].flatMap((element) => (element ? [element] : []));
 }

@@ -188,6 +188,12 @@ export function canGoBackTo(memory, at) {
   return !gap || at > gap.end || at === memory.tokens;
 }
 
+/**
+ * Returns a turn's label as a title, such as "Turn 2".
+ * @param {Turn} turn
+ */
+export const turnTitle = ({ label }) => label.replace(/^./, (letter) => letter.toUpperCase());
+
 /** @param {Turn} turn */
 const contentOf = ({ parts }) => parts.map(({ role, text }) => `${role} ${text}`);
 
