@@ -5,9 +5,10 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, withoutEnd } = await import(`${FILES}/turns.js`);
+const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { answerText, canPin, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { missOf } = await import(`${FILES}/misses.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
@@ -277,4 +278,16 @@ test("a note stays with its message until the text is another one", () => {
   keepNote("a", part("turn 1 answer", "Hello"), null);
   assert.equal(noteOf("a", part("turn 1 answer", "Hello")), null);
   assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
+});
+
+test("a turn's title has the number of its label", () => {
+  assert.deepEqual(["turn 2", "message 13", "system"].map((label) => turnTitle({ label })), ["Turn 2", "Message 13", "System"]);
+});
+
+test("a view that was left is kept by its conversation", () => {
+  const place = { label: "turn 3", above: -40, heights: new Map([["turn 3", 200]]) };
+  assert.deepEqual(keptView("a"), { selected: null, place: null });
+  keepView("a", { selected: "turn 2", place });
+  assert.deepEqual(keptView("a"), { selected: "turn 2", place });
+  assert.deepEqual(keptView("b"), { selected: null, place: null });
 });
