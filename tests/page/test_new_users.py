@@ -62,7 +62,6 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
     for page in open_page(browser, server, {"width": 390, "height": 700}):
         page.goto("/#/chat/narrow")
         page.locator(".turn-bars button").last.click()
-        page.get_by_role("button", name="Memory", exact=True).first.click()
         page.locator(".turn-card").get_by_role("button", name="Pin message").click()
         status = page.locator("#status")
         expect(status).to_have_text("The message of turn 1 is pinned.")
@@ -71,7 +70,7 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
         assert page.locator(".turn-card button").first.evaluate(_IS_ON_TOP)
         page.get_by_role("button", name="Close the memory panel").click()
         expect(page.locator(".memory-panel")).to_be_hidden()
-        expect(page.locator(".turn.selected button.memory")).to_be_focused()
+        expect(page.locator(".turn.selected button.memory").first).to_be_focused()
 
 
 def test_the_buttons_of_a_long_dialog_are_in_view(browser: Browser, server: RunningServer) -> None:
@@ -243,8 +242,10 @@ def test_nothing_moves_when_an_answer_begins(
         assert page.evaluate(_PLACES) == before
 
 
-# Where the strip begins, and the buttons below the message box.
-_PLACES = """[".turn-strip", ".composer .main", ".composer .actions button"].map((selector) => {
-    const { left, top } = document.querySelector(selector).getBoundingClientRect();
-    return [left, top];
-})"""
+# Where the strip begins, and the first and the last button below the message box: Send, or Stop.
+_PLACES = """(() => {
+    const strip = document.querySelector(".turn-strip").getBoundingClientRect();
+    const shown = document.querySelectorAll(".composer .actions button:not([hidden])");
+    const [first, last] = [shown[0], [...shown].at(-1)].map((each) => each.getBoundingClientRect());
+    return [strip.left, strip.top, first.left, first.top, last.right, last.top];
+})()"""

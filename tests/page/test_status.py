@@ -76,7 +76,7 @@ def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.
         expect(page.locator(".question")).to_have_count(1)
         page.locator("#words").fill(message)
         page.locator("#words").press("Enter")
-        expect(page.locator(".open .hint")).to_contain_text("Reading 5")
+        expect(page.locator(".open .hint")).to_contain_text(re.compile("Reading [1-9]"))
         page.get_by_role("button", name="Stop", exact=True).click()
         stays = (
             "[0-9,]+ tokens of the message were read and stay"
