@@ -45,11 +45,13 @@ else:
 SYMBOLS = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 X86 = {
     "avx2": AVX2,
     "avxvnni": [*AVX2, "-mavxvnni"],
     "avx512": AVX512,
-    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512bf16": AVX512BF16,
+    "amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
 }
 # With -O3, GCC needs several minutes and more than 1.5 GB for one of the files.
 ARM = {"neon": ["-O2"], "neonbf16": ["-O2", "-march=armv8.2-a+bf16+dotprod"]}

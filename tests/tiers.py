@@ -79,6 +79,7 @@ EXTENDED = (
     "fuzz/",
     # Single slow tests, and slow cases of tests whose other cases are in the first tier.
     "cache/test_observer.py::test_queries_follow_rewinds_failures_and_forks",
+    "compiled/test_experts.py::test_logits_are_the_same_on_any_number_of_threads[amx-gemma4",
     "compiled/test_experts.py::test_logits_are_the_same_on_any_number_of_threads[avx512bf16-gemma4",
     "engine/test_engine.py::test_deep_in_a_prompt_steps_are_halved_and_reuse_is_exact",
     "engine/test_engine.py::test_generations_continue_during_a_long_change",

@@ -21,6 +21,7 @@ from kvkeep.errors import InvalidArgument
 # For each architecture its sets, the fastest first, and the processor that each set needs.
 ARCHITECTURES = {
     "x86_64": {
+        "amx": "AMX for bfloat16, permitted by the system, and AVX-512 with bfloat16 and VNNI",
         "avx512bf16": "AVX-512 with bfloat16 and VNNI",
         "avx512": "AVX-512",
         "avxvnni": "AVX2 with VNNI",

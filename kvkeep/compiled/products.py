@@ -31,7 +31,7 @@ from kvkeep.models.weights.packing import Matrix, as_tensor
 from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrices
 
 # Sets whose integer products were measured to be faster than the library's in float32.
-_INTEGER_SETS = ("avx512bf16", "avxvnni", "avx2")
+_INTEGER_SETS = ("amx", "avx512bf16", "avxvnni", "avx2")
 
 
 def products_reason(spec: ModelSpec, layout: Layout) -> str:

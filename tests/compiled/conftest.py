@@ -15,6 +15,7 @@ ON_EACH_SET = {
     "test_experts",
     "test_gemma4",
     "test_products",
+    "test_prompt_attention",
     "test_ragged",
     "test_sizes",
     "test_states",

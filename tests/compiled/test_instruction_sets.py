@@ -33,6 +33,7 @@ FLAGS = {
     "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+    "amx": {"avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
     "neon": {"asimd"},
     "neonbf16": {"asimd", "bf16"},
 }
@@ -163,6 +164,28 @@ def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument() -> 
     )
     assert process.returncode == 1
     assert f"InvalidArgument: KVKEEP_ISA={name} is not available: its kernels" in process.stderr
+
+
+# Linux permits no tiles while a thread handles signals on a stack too small to save them.
+SMALL_SIGNAL_STACK = """
+import ctypes
+from kvkeep.compiled.instruction_sets import runs_here, selected_set
+
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+assert not runs_here("amx")
+assert selected_set().rejected["amx"].startswith("need a processor with AMX")
+"""
+
+
+@pytest.mark.skipif("amx" not in SETS or not runs_here("amx"), reason="no AMX here")
+@pytest.mark.usefixtures("no_switches")
+def test_tiles_that_the_system_does_not_permit_are_not_used() -> None:
+    subprocess.run([sys.executable, "-c", SMALL_SIGNAL_STACK], check=True)
 
 
 @pytest.mark.usefixtures("no_switches")

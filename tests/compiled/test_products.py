@@ -89,7 +89,7 @@ def inputs(count: int, columns: int) -> Tensor:
 def multiplies_as_floats(kind: str | torch.dtype) -> bool:
     """Whether few rows are multiplied with a format of weights as floats, not as integers."""
     return isinstance(kind, torch.dtype) or (
-        kind.startswith("IQ4") and selected_set().name not in ("avx512bf16", "avxvnni")
+        kind.startswith("IQ4") and selected_set().name not in ("amx", "avx512bf16", "avxvnni")
     )
 
 

@@ -102,6 +102,13 @@ inline float online_softmax(const QueryRow& row, const ScoreParams& params, cons
   return rescale;
 }
 
+inline float online_softmax(const QueryRow& row, const ScoreParams& params, const float* scores,
+                            Activation* weights) {
+  const bool whole = row.begin == 0 && row.end == kBlockCells && !row.bias && !row.cell_bias;
+  return whole ? online_softmax<true>(row, params, scores, weights)
+               : online_softmax<false>(row, params, scores, weights);
+}
+
 template <int kDim, int kCount>
 void weigh_values(const PackedBlock<kDim>& block, const QueryRow* rows,
                   const SoftmaxWeights& weights, int pairs, const Prefetch& next) {
@@ -135,14 +142,30 @@ void attend_rows(const PackedBlock<kDim>& block, const ScoreParams& params, Quer
   score<kDim, kCount>(block, rows, scores, next);
   int cells = 0;
   for (int i = 0; i < kCount; ++i) {
-    const bool whole =
-        rows[i].begin == 0 && rows[i].end == kBlockCells && !rows[i].bias && !rows[i].cell_bias;
-    const auto softmax = whole ? online_softmax<true> : online_softmax<false>;
-    weights.rescale[i] = softmax(rows[i], params, scores.of[i], weights.of[i]);
+    weights.rescale[i] = online_softmax(rows[i], params, scores.of[i], weights.of[i]);
     cells = std::max(cells, rows[i].end);
   }
   weigh_values<kDim, kCount>(block, rows, weights, (std::min(cells, kBlockCells) + 1) / 2, next);
 }
+
+#if defined(__AMX_BF16__)
+// Attend with at most 16 rows. Rows beyond `count` get no weights.
+template <int kDim>
+void attend_tile_rows(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows,
+                      int count) {
+  alignas(64) float scores[kTileRows][kBlockCells];
+  alignas(64) Activation weights[kTileRows][kBlockCells];
+  multiply_keys<kDim>(rows[0].query, block.keys, scores);
+  for (int i = 0; i < count; ++i) {
+    const float rescale = online_softmax(rows[i], params, scores[i], weights[i]);
+    if (rescale == 1.f) continue;
+    for (int d = 0; d < kDim; d += kLanes)
+      store(rows[i].out + d, load(rows[i].out + d) * splat(rescale));
+  }
+  std::fill_n(weights[0] + count * kBlockCells, (kTileRows - count) * kBlockCells, Activation{});
+  add_weighted_values<kDim>(weights, block.values, rows[0].out);
+}
+#endif
 
 // Cells of a block in bf16, dequantised where they are quantised.
 template <int kDim>
@@ -238,12 +261,24 @@ void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow*
   }
 }
 
+template <int kDim>
+void attend_prompt(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows,
+                   int count) {
+#if defined(__AMX_BF16__)
+  for (; count > 0; rows += kTileRows, count -= kTileRows)
+    attend_tile_rows<kDim>(block, params, rows, std::min(count, kTileRows));
+#else
+  attend<kDim>(block, params, rows, count, Prefetch{});
+#endif
+}
+
 #define KVKEEP_FOR(kDim)                                                                         \
   template void pack<kDim>(const HeadCells&, const HeadCells&, int, int, Hadamard,               \
                            PackedBlock<kDim>&);                                                  \
   template void replace_cell<kDim>(const HeadCells&, const HeadCells&, int, PackedBlock<kDim>&); \
   template void attend<kDim>(const PackedBlock<kDim>&, const ScoreParams&, QueryRow*, int,       \
-                             const Prefetch&);
+                             const Prefetch&);                                                   \
+  template void attend_prompt<kDim>(const PackedBlock<kDim>&, const ScoreParams&, QueryRow*, int);
 KVKEEP_FOR(32)
 KVKEEP_FOR(64)
 KVKEEP_FOR(96)

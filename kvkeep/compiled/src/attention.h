@@ -5,8 +5,17 @@
 #include <type_traits>
 
 #include "cells.h"
+#if defined(__AMX_BF16__)
+#include "tiles_amx.h"
+#endif
 
 namespace kvkeep {
+
+#if !defined(__AMX_BF16__)
+struct TileScope {  // no tiles to configure
+  TileScope() {}
+};
+#endif
 
 constexpr int kBlockCells = 64;         // cells in a block
 constexpr float kMaskedScore = -1e29f;  // lower scores are of masked cells
@@ -93,5 +102,12 @@ bool for_head_dim(int head_dim, With with) {
 template <int kDim>
 void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows, int count,
             const Prefetch& next);
+
+// Attend with rows of a prompt: by tiles where the set has them, else as `attend` does. The thread
+// needs a TileScope. Queries of consecutive rows are kDim apart, and so are their outputs; both
+// have memory for a multiple of 16 rows. Other rows do not change the bits of a row's result.
+template <int kDim>
+void attend_prompt(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows,
+                   int count);
 
 }  // namespace kvkeep

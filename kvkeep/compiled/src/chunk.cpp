@@ -18,6 +18,17 @@ namespace {
 
 constexpr int kTokens = 16;  // queries in a tile, for each head of a KV head
 
+// Whether the biases of a block leave any cell visible. bias: [tokens, cells], tokens `stride`
+// apart.
+bool any_visible(const float* bias, int stride, int tokens, int cells) {
+  for (int token = 0; token < tokens; ++token) {
+    int visible = 0;
+    for (int c = 0; c < cells; ++c) visible |= bias[std::ptrdiff_t(token) * stride + c] > kNoScore;
+    if (visible) return true;
+  }
+  return false;
+}
+
 template <int kDim>
 class ChunkAttention {
  public:
@@ -25,7 +36,7 @@ class ChunkAttention {
       : chunk_(chunk),
         team_(chunk.threads),
         groups_(chunk.heads / chunk.kv_heads),
-        rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim),
+        rotated_((std::size_t(chunk.rotations) * chunk.tokens * chunk.heads + kTokens) * kDim),
         rows_(std::size_t(chunk.threads) * tile_rows()),
         states_(std::size_t(chunk.threads) * tile_rows()),
         outs_(std::size_t(chunk.threads) * tile_rows() * kDim) {
@@ -58,6 +69,7 @@ class ChunkAttention {
     team_.run_shared_then_wait(me, blocks_ * chunk_.kv_heads, 1, [&](int u) {
       pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
     });
+    const TileScope scope;
     const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
     // The last tokens see most cells: they go first, so that no thread is left with them at the
     // end.
@@ -70,9 +82,10 @@ class ChunkAttention {
     return chunk_.angles + (std::size_t(rotation) * chunk_.tokens + token) * kDim;
   }
 
+  // The rotated query of a token and head. Those of a KV head follow each other.
   Activation* query(int rotation, int token, int head) const {
-    return rotated_.get() +
-           ((std::size_t(rotation) * chunk_.tokens + token) * chunk_.heads + head) * kDim;
+    const std::size_t kv_head = std::size_t(rotation) * chunk_.kv_heads + head / groups_;
+    return rotated_.get() + ((kv_head * chunk_.tokens + token) * groups_ + head % groups_) * kDim;
   }
 
   // Store a token's new cells, and rotate its queries for each rotation.
@@ -146,15 +159,21 @@ class ChunkAttention {
                        : nullptr;
     const ScoreParams params{chunk_.softmax_scale, chunk_.softcap};
     const int visible = view.causal ? first + count / groups_ : cells;
+    const float* bias = view.bias ? view.bias + std::size_t(first) * view.bias_row : nullptr;
+    const int biases = view.bias_row ? count / groups_ : 1;
     for (int cell = 0; cell < std::min(visible, cells); cell += kBlockCells) {
+      // A masked block changes no bit.
+      if (bias &&
+          !any_visible(bias + cell, view.bias_row, biases, std::min(kBlockCells, cells - cell)))
+        continue;
       for (int r = 0; r < count; ++r) {
         const int token = first + r / groups_;
         rows[r].begin = 0;
         rows[r].end = std::min(kBlockCells, (view.causal ? token + 1 : cells) - cell);
-        rows[r].bias = view.bias ? view.bias + std::size_t(token) * view.bias_row + cell : nullptr;
+        rows[r].bias = bias ? bias + std::size_t(r / groups_) * view.bias_row + cell : nullptr;
         rows[r].cell_bias = cell_bias ? cell_bias + cell : nullptr;
       }
-      attend<kDim>(packed(first_block + cell / kBlockCells, head), params, rows, count, Prefetch{});
+      attend_prompt<kDim>(packed(first_block + cell / kBlockCells, head), params, rows, count);
     }
   }
 

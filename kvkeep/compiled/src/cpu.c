@@ -20,6 +20,22 @@ static int avx512(void) {
 static int avx512bf16(void) {
   return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
+
+#if defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* A process may use tiles only once Linux has permitted it: ARCH_REQ_XCOMP_PERM for XTILEDATA. */
+static int amx(void) {
+  const unsigned bf16 = 1u << 22, tile = 1u << 24;
+  unsigned a, b, c, d;
+  return avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16) && (d & tile) &&
+         !syscall(SYS_arch_prctl, 0x1023, 18);
+}
+#else
+static int amx(void) { return 0; }
+#endif
 #endif
 
 /* The system says what a processor of Arm has: no instruction is tried. */
@@ -50,6 +66,7 @@ int kvkeep_cpu_runs(const char* set) {
   if (!strcmp(set, "avxvnni")) return avxvnni();
   if (!strcmp(set, "avx512")) return avx512();
   if (!strcmp(set, "avx512bf16")) return avx512bf16();
+  if (!strcmp(set, "amx")) return amx();
 #elif defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))
   if (!strcmp(set, "neon")) return neon();
   if (!strcmp(set, "neonbf16")) return neon_bf16();

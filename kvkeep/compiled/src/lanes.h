@@ -7,10 +7,10 @@
 //   Mask     a bit for each of 16 lanes
 //   Paired   two bf16 for each lane, as products take them
 //
-// Instructions are named in lanes_*.h (arithmetic, masks, memory), bytes_*.h (integer products) and
-// bf16_*.h only. pairs_bf16.h defines products of bf16 by the instructions of bf16_*.h,
-// pairs_float.h by float arithmetic where there are none. This file has the functions that all sets
-// share. docs/processors.md describes how to add a set.
+// Instructions are named in lanes_*.h (arithmetic, masks, memory), bytes_*.h (integer products),
+// bf16_*.h and tiles_*.h (products of 16 rows) only. pairs_bf16.h defines products of bf16 by the
+// instructions of bf16_*.h, pairs_float.h by float arithmetic where there are none. This file has
+// the functions that all sets share. docs/processors.md describes how to add a set.
 #pragma once
 
 #include <cmath>
