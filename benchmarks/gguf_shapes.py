@@ -51,6 +51,7 @@ class Shape:
 
 SHAPES = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, True),  # Llama 3.2 1B
+    "llama-135m": Shape(576, 1536, 30, 9, 3, 64, 49_152, True),  # SmolLM2 135M
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, False),  # Llama 3.1 8B
     # Qwen3 30B A3B with half of its layers and experts, and those a third as wide.
     "qwen3-moe-3b": Shape(2048, 256, 24, 32, 4, 128, 32_000, False, "qwen3moe", 64, 8),
@@ -186,7 +187,7 @@ def _gpt_oss_vectors(shape: Shape) -> dict[str, NDArray[np.float32]]:
 def add_fields(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """Add a shape's sizes to a file, as llama.cpp's converter does."""
     writer.add_block_count(shape.layers)
-    writer.add_context_length(8192)
+    writer.add_context_length(32_768)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
     if shape.experts:
