@@ -126,8 +126,9 @@ class BuildSets(build_ext):
     def _selected_sets(self) -> list[str]:
         """Return the names of the sets to build.
 
-        "native" is the best set that both the processor and the compiler can do. If the processor
-        cannot be asked, as when this is built for another machine, it is all sets.
+        "native" is the best set that both the processor and the compiler can do, and the next one
+        beside AMX, which the system may refuse to a process. If the processor cannot be asked, as
+        when this is built for another machine, it is all sets.
         """
         if KERNELS_FOR == "all":
             return list(SETS)
@@ -144,7 +145,7 @@ class BuildSets(build_ext):
             if library.kvkeep_cpu_runs(name.encode())
             and not self._compiler_error(kernels(name, flags))
         ]
-        return usable[-1:]
+        return usable[-2 if usable[-1:] == ["amx"] else -1 :]
 
     def build_extension(self, extension: Extension) -> None:
         builder = copy.copy(self)

@@ -124,10 +124,18 @@ def test_a_build_has_the_best_instruction_set_of_this_processor_alone(sources: P
     (source.parent / "one.cpp").write_text("int one() { return 1; }\n")
     build(sources, "build_ext", "--inplace", KVKEEP_KERNELS_FOR="native")
     compiled = sources / "kvkeep" / "compiled"
-    best = next((name for name in SETS if runs_here(name)), None)
+    runnable = [name for name in SETS if runs_here(name)]
+    # The system may refuse AMX to a process, which then uses the next set.
+    best = runnable[: 2 if "amx" in runnable else 1]
     built = {file.name for file in compiled.glob("*.so")}
-    assert built == {"_cpu.so"} | ({f"_{best}.so"} if best else set())
-    assert set(failures(compiled)) == set(SETS) - {best}
+    assert built == {"_cpu.so", *(f"_{name}.so" for name in best)}
+    assert set(failures(compiled)) == set(SETS) - set(best)
+
+
+def test_the_detection_of_processors_includes_cpuid_once() -> None:
+    """GCC's cpuid.h has no include guard before GCC 11."""
+    source = (ROOT / "kvkeep" / "compiled" / "src" / "cpu.c").read_text()
+    assert source.count("#include <cpuid.h>") == 1
 
 
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones(sources: Path) -> None:

@@ -22,7 +22,6 @@ static int avx512bf16(void) {
 }
 
 #if defined(__linux__)
-#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

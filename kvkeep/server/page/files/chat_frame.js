@@ -168,7 +168,11 @@ export class ChatFrame {
 
   // Disables the buttons of messages in their places while an answer or a change is in progress.
   disableChanges() {
-    for (const button of this.log.querySelectorAll("button.change")) button.disabled = this.element.classList.contains("busy");
+    const isBusy = this.element.classList.contains("busy");
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+    // A disabled button with the focus would get no keys in some browsers: Escape stops an answer.
+    if (isBusy && focused?.matches("button.change")) focused.blur();
+    for (const button of this.log.querySelectorAll("button.change")) button.disabled = isBusy;
   }
 
   // Shows paragraphs in place of turns.
