@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -101,7 +102,7 @@ def application(
     app.state.service = service
     for router in (_router, *(module.router for module in _API_MODULES), _page_router):
         app.include_router(router)
-    app.mount("/page", StaticFiles(directory=_PAGE_FOLDER))
+    app.mount("/page", GZipMiddleware(StaticFiles(directory=_PAGE_FOLDER)))
     for error_type in (*_EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
     inner_app: Any = TransportMiddleware(middleware(NoticesMiddleware(app)))

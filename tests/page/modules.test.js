@@ -5,8 +5,8 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { canGoBackTo, canRemove, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
+const { answerText, canCompress, canPin, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
@@ -199,7 +199,10 @@ test("what a change would free or cost is said by the cells that are held", () =
   assert.equal(pinText({ ...window, max_kv_size: null, pin_room: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
   assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
-  assert.equal(compressText(held, 4, bytes), "10 cells become about 3: frees 300 bytes.");
+  const large = { ...held, cells: 200 };
+  assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes.");
+  assert.match(compressText(large, 5, bytes), /^not possible with 200 cells, as 46 stay as they are/);
+  assert.deepEqual([4, 5].map((ratio) => canCompress(large, ratio)), [true, false]);
   assert.match(recomputeText(held, 15), /^Evaluate the 5 tokens after it again/);
   const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
   assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
@@ -220,6 +223,8 @@ test("a session goes back to where all after it is held, and the token before", 
   const places = [0, 4, 9, 10, 20].map((at) => canGoBackTo(memory({ tokens: 20, runs }), at));
   assert.deepEqual(places, [false, false, false, true, true]);
   assert.ok(canGoBackTo(memory({ tokens: 4, runs: [run("window", 0, 4)] }), 0));
+  const removable = [[4, 12], [9, 20], [12, 20]].map(([start, end]) => canRemove(memory({ tokens: 20, runs }), { start, end }));
+  assert.deepEqual(removable, [true, false, true]);
 });
 
 test("residual cells are apart from those of compressed tokens, and with them all cells", () => {

@@ -90,6 +90,19 @@ def test_the_policy_of_the_web_ui_allows_its_own_files_alone(server: RunningServ
     assert not re.search(r"<[^>]+\s(on\w+|style)=", page.text)
 
 
+def test_files_of_the_web_ui_are_sent_compressed(server: RunningServer) -> None:
+    with server.client() as client:
+        whole, small = (
+            client.get("/page/chat.js", headers={"Accept-Encoding": coding})
+            for coding in ("identity", "gzip")
+        )
+        assert small.headers["content-encoding"] == "gzip"
+        assert small.num_bytes_downloaded < whole.num_bytes_downloaded / 2
+        assert small.content == whole.content
+        unchanged = client.get("/page/chat.js", headers={"If-None-Match": small.headers["etag"]})
+        assert unchanged.status_code == 304
+
+
 def test_a_validation_error_names_the_field(server: RunningServer) -> None:
     with server.client() as client:
         response = client.post("/v1/completions", json={"prompt": "a", "temperature": "warm"})

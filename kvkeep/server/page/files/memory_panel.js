@@ -2,11 +2,11 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, canPin, cellsToPin, compressText, heldText, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, canCompress, canPin, cellsToPin, compressText, heldText, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
-import { canGoBackTo, pinnable, rangesOf, sharesOf, turnTitle, withoutEnd } from "./turns.js";
+import { canGoBackTo, canRemove, pinnable, rangesOf, sharesOf, turnTitle, withoutEnd } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
@@ -99,15 +99,17 @@ function turnElements(memory, turn, actions) {
   const remove = () => actions.change("remove", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
   const replaceable = turn.parts.filter(isHeld);
   const canBranch = canGoBackTo(memory, end);
+  const isRemovable = held.length > 0 && canRemove(memory, turn);
   const impossible = [
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
     held.length && replaceable.length < turn.parts.length ? irreplaceableText(turn.parts.filter((part) => !isHeld(part))) : "",
+    isRemovable || !held.length ? "" : "It cannot be removed yet: what stands before it is forgotten, so nothing would be left to go on from.",
     canBranch ? "" : "No branch can begin here, as part of what leads up to this place is forgotten. Edit asks a message anew.",
   ];
   return [
     heading,
     pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
-    held.length ? action("Remove", removeText(memory, turn, bytes), remove) : null,
+    isRemovable ? action("Remove", removeText(memory, turn, bytes), remove) : null,
     replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(!index), () => replace(memory, part, actions))),
     canBranch ? action("Branch here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
@@ -154,8 +156,9 @@ function compressControl(memory, actions) {
   const slider = h("input", { type: "range", id: "ratio", min: "1.5", max: "16", step: "0.5", value: "4" });
   const cost = h("p", { role: "status" });
   const update = () => {
-    cost.textContent = `${slider.value} to 1: ${compressText(memory(), Number(slider.value), bytes)}`;
-    button.disabled = !memory().cells;
+    const ratio = Number(slider.value);
+    cost.textContent = `${slider.value} to 1: ${compressText(memory(), ratio, bytes)}`;
+    button.disabled = !canCompress(memory(), ratio);
   };
   slider.addEventListener("input", update);
   const run = () => {

@@ -117,12 +117,23 @@ export function sizeText(memory, bytes) {
 
 export const RESERVED_HINT = "Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";
 
+// How many cells a compression leaves as they are: the first 4, at least the newest 32, and pinned ones.
+/** @param {Memory} memory */
+const uncompressed = (memory) => 36 + countOf(memory, "pinned");
+
 /**
- * Returns what a compression would leave.
+ * Whether a memory can be compressed so far.
+ * @param {Memory} memory @param {number} ratio
+ */
+export const canCompress = (memory, ratio) => memory.cells / ratio > uncompressed(memory);
+
+/**
+ * Returns what a compression would leave, or why it is impossible.
  * @param {Memory} memory @param {number} ratio @param {(bytes: number) => string} bytes
  */
 export function compressText(memory, ratio, bytes) {
   const left = memory.cells / ratio;
+  if (!canCompress(memory, ratio)) return `not possible with ${counted(memory.cells, "cell")}, as ${count(uncompressed(memory))} stay as they are: the beginning, the newest and pinned ones.`;
   const freed = (memory.cells - left) * memory.cell_bytes;
   return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}.`;
 }

@@ -189,6 +189,12 @@ export function canGoBackTo(memory, at) {
 }
 
 /**
+ * Whether a turn can be removed: the newest one only where its session can go back to before it.
+ * @param {Memory} memory @param {{start: number, end: number}} turn
+ */
+export const canRemove = (memory, { start, end }) => end < memory.tokens || canGoBackTo(memory, start);
+
+/**
  * Returns a turn's label as a title, such as "Turn 2".
  * @param {Turn} turn
  */
