@@ -5,7 +5,7 @@ import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { ChatFrame } from "./chat_frame.js";
-import { keepView, keptView } from "./chat_place.js";
+import { keepDraft, keepView, keptView, takeDraft } from "./chat_place.js";
 import { keptOf, titleOf } from "./chat_settings.js";
 import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
@@ -74,8 +74,7 @@ export class ChatView {
     const { signal } = this;
     signal.addEventListener("abort", () => this.answers.stop());
     signal.addEventListener("abort", () => this.keepView());
-    const onDeleting = (/** @type {any} */ event) => event.detail === this.name && this.answers.stop();
-    document.addEventListener("deleting", onDeleting, { signal });
+    signal.addEventListener("abort", () => this.keepDraft());
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
@@ -91,6 +90,7 @@ export class ChatView {
   /** @param {string | null} name */
   async open(name) {
     this.name = name;
+    this.frame.box.draft = takeDraft(name);
     if (name !== null) this.frame.restore(keptView(name));
     if (name === null) this.drawWelcome();
     else await this.load();
@@ -159,7 +159,7 @@ export class ChatView {
   }
 
   async reload() {
-    if (this.name === null) return;
+    if (this.name === null || this.signal.aborted) return;
     try {
       await this.load();
       if (this.failedToLoad) showStatus("");
@@ -185,7 +185,7 @@ export class ChatView {
     this.frame.setTitle(titleOf(memory));
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
-    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory.name, part), standingNote(memory, part)]));
+    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory.name, part, turn === turns.at(-1)), standingNote(memory, part)]));
     if (elements.length) this.frame.drawTurns(elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns, this.answers.last);
@@ -251,6 +251,10 @@ export class ChatView {
 
   keepView() {
     if (this.name !== null && this.memory) keepView(this.name, this.frame.view);
+  }
+
+  keepDraft() {
+    keepDraft(this.name, this.frame.box.draft);
   }
 
   // Shows another conversation in this view.

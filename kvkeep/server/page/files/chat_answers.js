@@ -7,7 +7,7 @@ import { conversationsChanged } from "./conversations.js";
 import { fill, number, showStatus } from "./dom.js";
 import { openTurn } from "./message.js";
 import { keepNote } from "./message_note.js";
-import { countOf } from "./turns.js";
+import { countOf, isAsked } from "./turns.js";
 import { dropObsolete } from "./undo.js";
 
 const SETTLE_TRIES = 100;
@@ -35,7 +35,7 @@ export class ChatAnswers {
   /** @param {string} content */
   async say(content) {
     if (this.chat.frame.isPanelOver && this.chat.frame.isPanelOpen) this.chat.frame.togglePanel(false);
-    if (!(await this.chat.exclusively(() => this.begin(content)))) this.chat.frame.box.restore(content);
+    if (!(await this.chat.exclusively(() => this.begin(content)))) this.giveBack(content);
   }
 
   /** @param {string} content */
@@ -43,10 +43,16 @@ export class ChatAnswers {
     try {
       if (this.chat.name === null) await this.create(content);
     } catch (error) {
-      this.chat.frame.box.restore(content);
+      this.giveBack(content);
       return showStatus(messageOf(error), true);
     }
     await this.takeTurn(content);
+  }
+
+  /** Puts a message back into the box that is not in the conversation. @param {string} content */
+  giveBack(content) {
+    this.chat.frame.box.restore(content);
+    if (this.chat.signal.aborted) this.chat.keepDraft();
   }
 
   // Creates the session of a new conversation. Raises ApiError.
@@ -75,8 +81,7 @@ export class ChatAnswers {
     chat.frame.goToEnd();
     const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
     const body = { content, stream: true, max_tokens: longestAnswer(memory), ...system, ...keptOf(memory.name).sampling };
-    const stoppedEarly = await this.stream(body, turn, () => chat.frame.box.restore(content));
-    if (stoppedEarly) showStatus(stoppedText((chat.memory?.tokens || 0) - memory.tokens));
+    await this.stream(body, turn);
   }
 
   // Goes on with the newest answer where it ended, or begins it if there is none.
@@ -85,35 +90,39 @@ export class ChatAnswers {
     const { sampling } = keptOf(memory.name);
     const turn = openTurn(null);
     this.chat.frame.log.append(turn.element);
-    await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn, () => {});
+    await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn);
   }
 
-  // Streams an answer into a turn that is shown. onNothing: called if nothing was generated. Returns whether it was stopped before that.
-  /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {() => void} onNothing */
-  async stream(body, turn, onNothing) {
+  // Streams an answer into a turn that is shown. Its message is put back into the box if it does not stay in memory.
+  /** @param {any} body @param {ReturnType<typeof openTurn>} turn */
+  async stream(body, turn) {
     const { chat } = this;
+    const { tokens: before } = /** @type {Memory} */ (chat.memory);
     this.running = new AbortController();
     chat.frame.box.setStoppable(true);
-    /** @type {unknown} */
-    let failure = null;
-    try {
-      await this.receive(body, turn, this.running.signal);
-    } catch (error) {
-      if (!(error instanceof DOMException && error.name === "AbortError")) failure = error;
-    }
+    const { signal } = this.running;
+    const failure = await this.receive(body, turn, signal).then(() => null, (error) => (error.name === "AbortError" ? null : error));
     turn.finish();
     chat.frame.box.setStoppable(false);
-    const isStopped = this.running.signal.aborted;
-    const stoppedEarly = turn.isEmpty && isStopped;
-    if (turn.isEmpty) onNothing();
-    if (stoppedEarly) turn.note("Stopping...");
+    const isStopped = signal.aborted;
+    const mayBeLost = body.content && (turn.isEmpty || failure);
+    if (turn.isEmpty && isStopped) turn.note("Stopping...");
     this.running = null;
-    if (chat.signal.aborted) return false;
+    if (chat.signal.aborted) return mayBeLost && this.giveBack(body.content);
     await this.settle(isStopped ? "stopped" : this.finishReason === "length" ? "length" : null);
+    if (mayBeLost) this.checkMessage(body.content, before, isStopped);
     if (failure) showStatus(changeError(failure), true);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
-    return stoppedEarly;
+  }
+
+  // Puts a message without an answer back into the box if it does not stay in memory.
+  /** @param {string} content @param {number} before tokens of the session @param {boolean} isStopped */
+  checkMessage(content, before, isStopped) {
+    const read = (this.chat.memory?.tokens || 0) - before;
+    const stays = read > 0 && isAsked(this.chat.turns, content);
+    if (!stays) this.giveBack(content);
+    if (isStopped) showStatus(stoppedText(read, stays));
   }
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
@@ -152,8 +161,10 @@ export class ChatAnswers {
   }
 }
 
-/** @param {number} read tokens of a stopped message that stay in memory */
-const stoppedText = (read) =>
-  read > 0
-    ? `Stopped. ${number(read)} tokens of the message were read and stay, as older text was forgotten for them. The message is back in the box.`
-    : "Stopped: memory is as before, and the message is back in the box.";
+/** @param {number} read tokens of a stopped message that stay in memory @param {boolean} isWhole */
+const stoppedText = (read, isWhole) =>
+  isWhole
+    ? "Stopped. The message had been read and stays: Answer has it answered."
+    : read > 0
+      ? `Stopped. ${number(read)} tokens of the message were read and stay, as older text was forgotten for them. The message is back in the box.`
+      : "Stopped: memory is as before, and the message is back in the box.";

@@ -1,4 +1,4 @@
-// The place of a reader in a conversation, which is shown again when the conversation is opened again.
+// The place of a reader in a conversation and the message that is not sent yet: shown again when the conversation is opened again.
 
 /**
  * @typedef {object} Place
@@ -16,6 +16,27 @@ export const keepView = (name, view) => leftViews.set(name, view);
 
 /** @param {string} name @returns {LeftView} */
 export const keptView = (name) => leftViews.get(name) || { selected: null, place: null };
+
+/** @typedef {{text: string, files: {name: string, text: string}[]}} Draft */
+
+/** @type {Map<string | null, Draft>} */
+const drafts = new Map(); // by session, null for one that has not begun
+
+/** @param {string | null} name @param {Draft} draft */
+export const keepDraft = (name, draft) => drafts.set(name, draft);
+
+/** Returns the draft of a conversation, which is not kept any longer. @param {string | null} name @returns {Draft} */
+export function takeDraft(name) {
+  const draft = drafts.get(name) || { text: "", files: [] };
+  drafts.delete(name);
+  return draft;
+}
+
+/**
+ * Returns a message that was not sent, before what was written since then.
+ * @param {string} message @param {string} draft
+ */
+export const beforeDraft = (message, draft) => (draft.trim() ? `${message}\n\n${draft}` : message);
 
 /** @param {HTMLElement} log @returns {HTMLElement[]} */
 const turnsIn = (log) => [...log.querySelectorAll(".turn[data-turn]")].map((turn) => /** @type {HTMLElement} */ (turn));

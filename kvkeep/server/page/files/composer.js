@@ -1,5 +1,6 @@
 // The message box: text, attached files, and buttons to send and to stop.
 
+import { beforeDraft } from "./chat_place.js";
 import { h, fill, showStatus } from "./dom.js";
 import { withFiles } from "./message_parts.js";
 import { watchSize } from "./message_size.js";
@@ -44,7 +45,7 @@ function attachments(onChange) {
     onChange();
   };
   picker.addEventListener("change", () => add(picker.files || []).then(() => (picker.value = "")));
-  return { picker, chips, add, files: () => files, clear: () => show([]) };
+  return { picker, chips, add, show, files: () => files };
 }
 
 /**
@@ -76,9 +77,10 @@ export function composer(onSend, onStop, onSettings, room) {
     if (busy) return showStatus(BUSY);
     const text = withFiles(input.value, files);
     input.value = "";
-    attached.clear();
+    attached.show([]);
     resize();
     measureAll();
+    input.focus(); // the button that was clicked is disabled
     onSend(text);
   };
   input.addEventListener("input", resize);
@@ -130,11 +132,18 @@ export function composer(onSend, onStop, onSettings, room) {
       stopButton.hidden = !value;
       sendButton.hidden = value;
     },
-    /** Puts a message back that was not sent. @param {string} text */
-    restore(text) {
-      if (!input.value) input.value = text;
+    get draft() {
+      return { text: input.value, files: attached.files() };
+    },
+    set draft({ text, files }) {
+      input.value = text;
+      attached.show(files);
       resize();
       measureAll();
+    },
+    /** Puts a message back that was not sent. @param {string} text */
+    restore(text) {
+      this.draft = { ...this.draft, text: beforeDraft(text, input.value) };
     },
   };
 }

@@ -6,11 +6,11 @@ import { keep, keptOf } from "./chat_settings.js";
 /** @typedef {import("./turns.js").Part} Part */
 /** @typedef {"stopped" | "length" | "replaced"} Note */
 
-const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer: Continue, or allow more in Settings", replaced: "Replaced" };
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer", replaced: "Replaced" };
 
 // An answer of the same name that was generated again, or replaced, is another one.
-/** @param {Part} part */
-function signatureOf({ text }) {
+/** @param {{text: string}} part */
+export function signatureOf({ text }) {
   let hash = 0;
   for (let at = 0; at < text.length; at += 1) hash = (Math.imul(hash, 31) + text.charCodeAt(at)) | 0;
   return `${text.length} ${hash}`;
@@ -35,10 +35,16 @@ export function noteOf(name, part) {
 }
 
 /**
- * Creates the note on a message; null if there is none.
- * @param {string} name of its session @param {Part} part
+ * Returns a note in words. isNewest: whether the message's turn is the newest one, which can be continued.
+ * @param {Note} note @param {boolean} isNewest
  */
-export function noteElement(name, part) {
+export const noteText = (note, isNewest) => TEXTS[note] + (note === "length" && isNewest ? ": Continue, or allow more in Settings" : "");
+
+/**
+ * Creates the note on a message; null if there is none.
+ * @param {string} name of its session @param {Part} part @param {boolean} isNewest as of `noteText`
+ */
+export function noteElement(name, part, isNewest) {
   const note = noteOf(name, part);
-  return note && h("span", { class: "standing" }, TEXTS[note]);
+  return note && h("span", { class: "standing" }, noteText(note, isNewest));
 }

@@ -203,6 +203,9 @@ export const turnTitle = ({ label }) => label.replace(/^./, (letter) => letter.t
 /** @param {Turn} turn */
 const contentOf = ({ parts }) => parts.map(({ role, text }) => `${role} ${text}`);
 
+/** Returns what a turn says. @param {Turn} turn */
+export const turnText = (turn) => contentOf(turn).join("\n");
+
 /**
  * Returns the turns that were said, or gone on with, since an earlier state of the conversation.
  * @param {Turn[]} turns @param {Turn[]} earlier
@@ -221,6 +224,15 @@ export function turnsSince(turns, earlier, allowsChange) {
     rest = rest.slice(at + 1);
     return at < 0;
   });
+}
+
+/**
+ * Whether the newest turn says the whole of a message.
+ * @param {Turn[]} turns @param {string} content
+ */
+export function isAsked(turns, content) {
+  const turn = turns.at(-1);
+  return turn?.parts.some(({ role, text, end }) => role === "question" && text.trim() === content.trim() && end < turn.end) || false;
 }
 
 const END_TOKENS = 2; // that a template writes after a message, once the next one follows
