@@ -96,3 +96,17 @@ def test_the_box_has_the_focus_after_a_click_on_send(page: Page) -> None:
     page.get_by_role("button", name="Stop", exact=True).click()
     wait_until_idle(page)
     page.unroute_all()
+
+
+def test_nothing_is_asked_of_a_conversation_that_is_being_deleted(page: Page) -> None:
+    name = start(page, "Name a river in Chile.", tokens=4)
+    missing: list[str] = []
+    page.on("response", lambda got: missing.append(got.url) if got.status == 404 else None)
+    item = page.locator("#conversations li", has=page.locator(f'[data-name="{name}"]'))
+    item.hover()
+    item.get_by_role("button", name="Delete").click()
+    page.locator("dialog button.main").click()
+    expect(page.locator("#status")).to_have_text("Conversation deleted.")
+    expect(item).to_have_count(0)
+    page.wait_for_timeout(1500)  # longer than the page waits before it loads a session again
+    assert not missing

@@ -170,15 +170,14 @@ async function deleteIdle(name) {
 async function deleteConversation(name) {
   try {
     const undoNames = await undoNamesOf(name);
-    document.dispatchEvent(new CustomEvent("deleting", { detail: name })); // stops this page's own answer
-    await deleteIdle(name);
-    for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);
-    drop(name);
     if (location.hash === `#/chat/${name}`) {
       const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
       location.hash = "#/";
-      await left; // another view begins without a message
+      await left; // stops this page's own answer, and its requests; another view begins without a message
     }
+    await deleteIdle(name);
+    for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);
+    drop(name);
     showStatus("Conversation deleted.");
   } catch (error) {
     showStatus(messageOf(error), true);
