@@ -98,6 +98,30 @@ def test_the_box_has_the_focus_after_a_click_on_send(page: Page) -> None:
     page.unroute_all()
 
 
+def test_undo_of_an_answer_that_was_continued_asks(page: Page, client: httpx.Client) -> None:
+    name = start(page, "Count from one to twenty.", tokens=8)
+    before = texts(client, name)
+    settings(page, temperature="0", max_tokens="6")
+    page.get_by_role("button", name="Regenerate").click()
+    undo = page.get_by_role("button", name="Undo regenerate")
+    expect(undo).to_be_visible()
+    wait_until_idle(page)
+    page.get_by_role("button", name="Continue").click()
+    wait_until_idle(page)
+    continued = texts(client, name)
+    undo.click()
+    expect(page.locator("dialog")).to_contain_text("The turn since then will be kept in a branch")
+    page.locator("dialog").get_by_role("button", name="Undo").click()
+    expect(page.locator("#status")).to_contain_text("Undone: regenerate. The turn since then is in")
+    assert texts(client, name) == before
+    branches = [
+        entry["name"]
+        for entry in client.get("/v1/sessions").json()["data"]
+        if (entry["title"] or "").startswith("Count from one to twenty. (branch")
+    ]
+    assert continued in [texts(client, branch) for branch in branches]
+
+
 def test_nothing_is_asked_of_a_conversation_that_is_being_deleted(page: Page) -> None:
     name = start(page, "Name a river in Chile.", tokens=4)
     missing: list[str] = []

@@ -5,10 +5,10 @@ import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFo
 import { conversationsChanged } from "./conversations.js";
 import { get, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
-import { keepNote } from "./message_note.js";
+import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { fetchPieces } from "./pieces.js";
-import { canGoBackTo, turnsOf, turnsSince } from "./turns.js";
+import { canGoBackTo, turnsOf, turnsSince, turnText } from "./turns.js";
 import { dropUndo, keepUndo, undo } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -110,7 +110,8 @@ export class ChatChanges {
   async turnsSince(step) {
     const before = /** @type {Memory} */ (await get(`/v1/sessions/${step.name}/memory`));
     const pieces = await fetchPieces(step.name, 0, before.tokens);
-    const allowsChange = ["replace", "regenerate"].includes(step.operation);
+    const isAsRegenerated = () => this.chat.turns.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(this.chat.name || "").regenerated);
+    const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
     return turnsSince(this.chat.turns, turnsOf(before, pieces.map(({ text }) => text)), allowsChange);
   }
 
@@ -121,7 +122,10 @@ export class ChatChanges {
     if (!canGoBackTo(memory, answer.start)) return showStatus(NO_WAY_BACK, true);
     const count = memory.tokens - answer.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
-    if (await this.change("regenerate", rewind, "")) await this.chat.answers.continueAnswer();
+    if (!(await this.change("regenerate", rewind, ""))) return;
+    await this.chat.answers.continueAnswer();
+    const turn = this.chat.turns.at(-1);
+    if (turn) keep(memory.name, { regenerated: signatureOf({ text: turnText(turn) }) });
   }
 
   /** @param {Turn} turn @param {Part} question */
