@@ -83,7 +83,9 @@ export class ChatChanges {
   // Undoes a change. What was said since then is kept in a branch, if that is agreed to.
   /** @param {import("./undo.js").Step} step */
   async undo(step) {
-    const memory = /** @type {Memory} */ (this.chat.memory);
+    await this.chat.reload(); // an answer that another client asked for may have ended just now
+    const { memory } = this.chat;
+    if (!memory) return;
     const later = await this.turnsSince(step);
     if (later.length) {
       const turns = later.length === 1 ? "The turn" : `The ${later.length} turns`;
