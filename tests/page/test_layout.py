@@ -111,6 +111,7 @@ def test_tab_reaches_first_what_closes_the_panel(browser: Browser, server: Runni
     create(server, "panel-order")
     for page in open_page(browser, server, {"width": 390, "height": 700}):
         page.goto("/#/chat/panel-order")
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()  # the chat is loaded
         page.get_by_role("button", name="Memory", exact=True).first.press("Enter")
         expect(page.locator(".memory-panel")).to_be_visible()
         page.keyboard.press("Tab")
