@@ -1,4 +1,4 @@
-"""What is reported of a session is true: its parts, what a rewind evaluates, what can be pinned."""
+"""Reports about a session: its parts, what a rewind evaluates, how many cells can be pinned."""
 
 from typing import Any
 

@@ -44,6 +44,15 @@ def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
     yield from open_page(browser, server, {"width": 1280, "height": 900})
 
 
+def create(server: RunningServer, name: str, turns: int = 1, **settings: object) -> None:
+    """Create a conversation with answers of one token."""
+    with server.client() as client:
+        client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
+        for number in range(turns):
+            turn = {"content": f"Name city {number}.", "max_tokens": 1, "temperature": 0}
+            client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+
+
 def open_page(browser: Browser, server: RunningServer, size: dict[str, int]) -> Iterator[Page]:
     problems: list[str] = []
     context = browser.new_context(base_url=server.url, viewport=size)  # type: ignore[arg-type]

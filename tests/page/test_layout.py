@@ -4,7 +4,7 @@ import re
 
 import httpx
 import pytest
-from page.conftest import open_page
+from page.conftest import create, open_page
 from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer
 
@@ -12,15 +12,6 @@ from server.conftest import RunningServer
 TITLES = [
     f"Compare the rivers of Peru with those of Chile, as {end}" for end in ("a table.", "one poem.")
 ]
-
-
-def create(server: RunningServer, name: str, turns: int = 1, **settings: object) -> None:
-    """Create a conversation with answers of one token."""
-    with server.client() as client:
-        client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
-        for number in range(turns):
-            turn = {"content": f"Name city {number}.", "max_tokens": 1, "temperature": 0}
-            client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
 
 
 def test_buttons_of_messages_are_disabled_in_place_during_an_answer(

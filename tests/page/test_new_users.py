@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from page.conftest import open_page
+from page.conftest import create, open_page
 from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer
 
@@ -13,15 +13,6 @@ _IS_ON_TOP = """(element) => {
     const shown = document.elementFromPoint(left + width / 2, top + height / 2);
     return element.contains(shown);
 }"""
-
-
-def create(server: RunningServer, name: str, turns: int = 1, **settings: object) -> None:
-    """Create a conversation with answers of one token."""
-    with server.client() as client:
-        client.post("/v1/sessions", json={"name": name, **settings}).raise_for_status()
-        for number in range(turns):
-            turn = {"content": f"Name city {number}.", "max_tokens": 1, "temperature": 0}
-            client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
 
 
 def test_a_branch_says_so_and_leads_back(page: Page, server: RunningServer) -> None:
