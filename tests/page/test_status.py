@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from page.conftest import wait_until
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
 
 # Whether the status lies between the conversation and the message box.
@@ -88,3 +88,19 @@ def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.
         expect(page.locator(".question")).to_have_count(2 if settings else 1)
         if settings:
             expect(page.locator(".question").last).to_contain_text("Ships sail on every sea.")
+
+
+def test_settings_wait_until_a_change_is_done(page: Page, client: httpx.Client) -> None:
+    create(client, "changing", 2)
+    page.goto("/#/chat/changing")
+    page.locator(".turn-bars button").last.click()
+    held: list[Route] = []
+    page.route("**/pin", lambda route: held.append(route))
+    page.get_by_role("button", name="Pin message").click()
+    settings = page.get_by_role("button", name="Settings")
+    expect(settings).to_be_disabled()
+    while not held:
+        page.wait_for_timeout(20)
+    held[0].continue_()
+    settings.click()
+    expect(page.get_by_role("dialog", name="Conversation settings")).to_be_visible()

@@ -65,6 +65,7 @@ export function composer(onSend, onStop, onSettings, room) {
   const attached = attachments(onFiles);
   const sendButton = h("button", { class: "main" }, "Send");
   const stopButton = h("button", { type: "button", hidden: true, onclick: onStop }, "Stop");
+  const settingsButton = h("button", { type: "button", onclick: onSettings }, "Settings");
   let busy = false;
 
   const resize = () => {
@@ -91,10 +92,7 @@ export function composer(onSend, onStop, onSettings, room) {
       send();
     }
   });
-  const submit = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    send();
-  };
+  const submit = (/** @type {Event} */ event) => (event.preventDefault(), send());
   const form = h(
     "form",
     { class: "composer", onsubmit: submit },
@@ -107,7 +105,7 @@ export function composer(onSend, onStop, onSettings, room) {
       "div",
       { class: "actions" },
       h("button", { type: "button", onclick: () => attached.picker.click() }, "Attach"),
-      h("button", { type: "button", onclick: onSettings }, "Settings"),
+      settingsButton,
       h("span", { class: "spring" }),
       stopButton,
       sendButton,
@@ -126,6 +124,7 @@ export function composer(onSend, onStop, onSettings, room) {
     setBusy(value) {
       busy = value;
       sendButton.disabled = value;
+      settingsButton.disabled = value; // it changes the conversation, too
     },
     /** @param {boolean} value whether an answer is generated */
     setStoppable(value) {
