@@ -95,6 +95,63 @@ def test_policies_that_evict_nothing_let_everything_be_pinned(policy: str) -> No
     assert session.memory_use.pin_room is None
 
 
+@pytest.mark.parametrize("num_tokens", [54, 60, 120, 400, 1200])
+@pytest.mark.parametrize("pins", [(), ((10, 14), (20, 22), (30, 34))])
+def test_a_session_is_compressed_as_far_as_announced(
+    num_tokens: int, pins: tuple[tuple[int, int], ...]
+) -> None:
+    session = MODEL.session(2000, policy="full")
+    session.feed((IDS * 3)[:num_tokens])
+    for start, end in pins:
+        session.pin(start, end)
+    highest = session.memory_use.highest_ratio
+    above = (highest or 1.0) + 0.5
+    if highest is not None:
+        assert session.fork().compress(highest, "kvzip", budget="heads").cells_after
+    if above <= 16:
+        with pytest.raises(InvalidArgument):
+            session.compress(above, "kvzip", budget="heads")
+
+
+@pytest.mark.parametrize("policy", ["sliding", "archive"])
+def test_other_policies_than_full_are_not_compressed(policy: str) -> None:
+    session = MODEL.session(64, policy=policy)
+    session.feed(IDS[:60])
+    assert session.memory_use.highest_ratio is None
+    with pytest.raises(InvalidArgument):
+        session.compress(1.5)
+
+
+_REMOVED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": {"keep": 4},
+    "archive": {"window": 16, "block": 8, "ratio": 2},
+    "self_extend": {"window": 32},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [*(("plain", policy) for policy in _REMOVED), ("delta_net", "sliding")]
+)
+def test_tokens_are_removed_as_announced(name: str, policy: str) -> None:
+    """Each run of a status before others, and the newest tokens."""
+    session = MODELS[name].session(64, **{"policy": policy, **_REMOVED[policy]})
+    session.feed(IDS[: session.room or 150])
+    use, status = session.memory_use, session.token_status
+    for kind in set(status):
+        start = status.index(kind)
+        end = next((i for i in range(start, len(status) - 1) if status[i + 1] != kind), start + 2)
+        if kind in use.removable:
+            session.fork().delete(start, end)
+        else:
+            with pytest.raises(InvalidArgument):
+                session.fork().delete(start, end)
+    session.fork().rewind(use.rewind_room)
+    if use.rewind_room + 1 < len(status):
+        with pytest.raises(InvalidArgument):
+            session.rewind(use.rewind_room + 1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_add_up(name: str) -> None:
     session = fed(MODELS[name])

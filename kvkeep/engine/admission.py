@@ -244,6 +244,8 @@ class Admission:
             record.lower_token_counts(length_before)
         record.activity = "idle"
         record.reserved_bytes = 0
+        if generation.generated:
+            record.last_answer = usage
         if usage.prompt:
             record.last_prompt = usage.reuse.as_json(usage.prompt)
         if not record.named and record.live.cache.cells == 0:

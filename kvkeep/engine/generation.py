@@ -60,6 +60,7 @@ class Generation(Iterator[GenerationEvent]):
         self.error: BaseException | None = None
         self.end_reason = ""  # "failed" for an error, "" before the end
         self.generated: list[int] = []  # token ids
+        self._held = 0  # cells of the session when it started
         self.unprefilled_tokens = 0  # prompt tokens that were not prefilled when it ended
         self.waited_tokens = 0  # tokens that were prefilled for other prompts while this one waited
         self._feeding: Feeding | AlignedFeeding | None = None
@@ -104,7 +105,7 @@ class Generation(Iterator[GenerationEvent]):
 
     def start(self, feeding: Feeding | AlignedFeeding | None, reuse: Reuse) -> None:
         """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
-        self._feeding, self.reuse = feeding, reuse
+        self._feeding, self.reuse, self._held = feeding, reuse, self.record.live.cache.cells
         self.phase = "prefill"
         tokens = self.record.live.tokens
         is_exact = not isinstance(feeding, AlignedFeeding)
@@ -239,6 +240,7 @@ class Generation(Iterator[GenerationEvent]):
             max(0.0, prefill_start - self._submit_time),
             max(0.0, prefill_end - prefill_start),
             max(0.0, now - prefill_end),
+            held=self._held,
             prompt_written=self.request.written_tokens,
             drafts=self._speculation.counts if self._speculation else DraftCounts(),
         )

@@ -81,6 +81,7 @@ class Usage:
     queue_seconds: float  # from submission to the first prefill step
     prefill_seconds: float  # wall-clock time
     decode_seconds: float
+    held: int = 0  # cells of the session before, those that were reused included
     # At the end: tokens before the generated ones that the policy has evicted.
     evicted: int = 0
     prompt_written: int = 0  # tokens of the prompt that were sampled for earlier requests

@@ -1,7 +1,7 @@
 """Planning and running one compression of a whole session."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods import BEST_UNCALIBRATED
+from kvkeep.compression.methods import BEST_UNCALIBRATED, make_method
 from kvkeep.compression.methods.apply import (
     Compression,
     check_budget,
@@ -34,6 +34,7 @@ SINK_CELLS = 4  # first cells, which always stay: attention sinks
 RECENT_CELLS = 64  # newest cells that stay unchanged with budget "uniform"
 MIN_RECENT_CELLS = 32  # the same with budget "heads": at least
 MAX_RECENT_CELLS = 256  # the same where only repeats are compressed: at most
+HIGHEST_RATIO = 16.0  # that `highest_ratio` tries
 MIN_REPEAT_SHARE = 1 / 8  # of the remaining cells: if repeats are so many, only they are compressed
 
 
@@ -91,10 +92,7 @@ class CompressionPlan:
         """
         if self.recent is not None:
             return self.recent
-        if self.effective_budget == "uniform":
-            return RECENT_CELLS
-        remaining = num_cells / self.ratio - num_pinned
-        return max(MIN_RECENT_CELLS, int(remaining * min(1 / 2, 2 / self.ratio)))
+        return _default_recent(self.effective_budget, self.ratio, num_cells, num_pinned)
 
     def check(self) -> None:
         """Raise InvalidArgument if the plan is impossible for any memory."""
@@ -104,6 +102,34 @@ class CompressionPlan:
         if self.recent is not None and self.recent < 1:
             raise InvalidArgument(f"recent must be 1 or more; found {self.recent}")
         self.method.require_statistics(self.statistics)
+
+
+def _default_recent(budget: Budget, ratio: float, num_cells: int, num_pinned: int) -> int:
+    if budget == "uniform":
+        return RECENT_CELLS
+    remaining = num_cells / ratio - num_pinned
+    return max(MIN_RECENT_CELLS, int(remaining * min(1 / 2, 2 / ratio)))
+
+
+def highest_ratio(memory: Memory) -> float | None:
+    """Return the highest ratio that `Session.compress` takes by default, of 16, 15.5 and so on.
+
+    None if it takes none of them above 1, as with other policies than "full".
+    """
+    cells, num_pinned = memory.cache.cells, len(memory.pins)
+    if memory.policy.name != "full" or not cells:
+        return None
+    budget = make_method(default_method_name(memory, None)).budget
+    ratio = min(HIGHEST_RATIO, math.floor(2 * cells / (SINK_CELLS + MIN_RECENT_CELLS)) / 2)
+    while ratio > 1:
+        try:
+            recent = _default_recent(budget, ratio, cells, num_pinned)
+            _split_into_runs(memory, memory.pins, recent, ratio)
+        except InvalidArgument:
+            ratio -= 0.5
+        else:
+            return ratio
+    return None
 
 
 def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
@@ -160,7 +186,7 @@ _PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     """Plan to compress each run by the plan's method and budget."""
-    runs, remaining_cells = _split_into_runs(memory, plan)
+    runs, remaining_cells = _planned_runs(memory, plan)
     budget = plan.effective_budget
     sample = None
     if plan.method.residual and budget == "heads":
@@ -198,7 +224,7 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
         return None
     if (tokens := cell_tokens(memory)) is None:
         return None
-    runs, remaining_cells = _split_into_runs(memory, plan, MAX_RECENT_CELLS)
+    runs, remaining_cells = _planned_runs(memory, plan, MAX_RECENT_CELLS)
     is_repeat, masks, start = find_repeats(tokens), list[Tensor](), 0  # masks: of each run
     for _, unchanged, _, count in runs:
         if not unchanged:
@@ -216,30 +242,41 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     return "uniform", runs, results
 
 
-def _split_into_runs(
+def _planned_runs(
     memory: Memory, plan: CompressionPlan, max_recent: int | None = None
+) -> tuple[list[_Run], int]:
+    """Return the runs of a plan, as `_split_into_runs`.
+
+    max_recent: bounds the default number of newest cells.
+    """
+    pins = memory.pins | plan.unchanged
+    recent = plan.num_recent(memory.cache.cells, len(pins))
+    if max_recent is not None and plan.recent is None:
+        recent = min(recent, max_recent)
+    return _split_into_runs(memory, pins, recent, plan.ratio)
+
+
+def _split_into_runs(
+    memory: Memory, pins: Set[int], recent: int, ratio: float
 ) -> tuple[list[_Run], int]:
     """Return runs of cells that stay or are to be compressed, and how many of the latter remain.
 
     The count is for each KV head. Compressed cells have no common order over heads, so none of them
-    counts as one of the newest. max_recent: bounds the default number of newest cells.
+    counts as one of the newest.
 
     Raises InvalidArgument if no cell of a run would remain.
     """
-    cells, pins = memory.cache.cells, memory.pins | plan.unchanged
-    recent = plan.num_recent(cells, len(pins))
-    if max_recent is not None and plan.recent is None:
-        recent = min(recent, max_recent)
+    cells = memory.cache.cells
     runs = memory.cache.split_by(
         lambda index, serial: (
             serial != NO_TOKEN and (index < SINK_CELLS or index >= cells - recent or serial in pins)
         )
     )
     unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
-    remaining_cells = math.ceil(cells / plan.ratio) - unchanged_cells
+    remaining_cells = math.ceil(cells / ratio) - unchanged_cells
     if remaining_cells < len(runs):
         raise InvalidArgument(
-            f"{cells} cells cannot become {plan.ratio:g} times fewer: the first {SINK_CELLS}, the "
+            f"{cells} cells cannot become {ratio:g} times fewer: the first {SINK_CELLS}, the "
             f"newest {recent} and {len(pins)} pinned ones stay uncompressed. Lower the ratio, or "
             "keep fewer"
         )

@@ -1,10 +1,12 @@
-"""Bytes of the parts of a session in memory, and what a rewind or a pin would take."""
+"""Bytes of the parts of a session in memory, and what changes of it would take."""
 
 from dataclasses import dataclass
 
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.storage import nbytes as storage_bytes
+from kvkeep.session.compression import highest_ratio
 from kvkeep.session.memory import Memory
+from kvkeep.session.spans import TokenStatus
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,10 @@ class MemoryUse:
     checkpoint_ends: after which tokens they are. rewind_evaluates: how many tokens `rewind(1)`
     evaluates again; 0 if it removes the only token, None if it is refused. residual_cells: how many
     cells of all layers and KV heads stand for clusters of evicted ones. pin_room: how many more
-    cells can be pinned, None for no limit.
+    cells can be pinned, None for no limit. rewind_room: how many of the newest tokens a rewind can
+    remove, unless it removes all. removable: tokens of which status can be deleted where others
+    follow, without evaluating these again; all of them but "forgotten" can be replaced, too.
+    highest_ratio: of `compress` by default, 16 at most; None if it is refused.
     """
 
     cells: int
@@ -27,6 +32,9 @@ class MemoryUse:
     rewind_evaluates: int | None
     residual_cells: int
     pin_room: int | None
+    rewind_room: int
+    removable: tuple[TokenStatus, ...]
+    highest_ratio: float | None
 
 
 def memory_use(memory: Memory) -> MemoryUse:
@@ -40,7 +48,19 @@ def memory_use(memory: Memory) -> MemoryUse:
     rewound, ragged = evaluated_by_rewind(memory, 1), (s.block.slots for s in cache.segments)
     residual = sum(int(x.residual_mask.sum()) for x in ragged if isinstance(x, RaggedCells))
     pin_room = memory.policy.pin_room(cache, memory.pins)
-    return MemoryUse(cells, windows, states, checkpoints, ends, rewound, residual, pin_room)
+    return MemoryUse(
+        *(cells, windows, states, checkpoints, ends, rewound, residual, pin_room),
+        *(memory.max_rewind, _removable(memory), highest_ratio(memory)),
+    )
+
+
+def _removable(memory: Memory) -> tuple[TokenStatus, ...]:
+    """Return tokens of which status can be deleted where others follow, as `delete` does."""
+    segments = memory.cache.segments
+    if memory.decoder.spec.keeps_states or any(s.position_map.group > 1 for s in segments):
+        return ()
+    with_cells: tuple[TokenStatus, ...] = ("pinned", "kept", "window")
+    return with_cells if any(s.compressed for s in segments) else (*with_cells, "forgotten")
 
 
 def evaluated_by_rewind(memory: Memory, count: int) -> int | None:

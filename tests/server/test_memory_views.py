@@ -43,6 +43,23 @@ def test_a_session_shows_how_many_cells_can_be_pinned(client: httpx.Client) -> N
     assert client.get("/v1/sessions/d/memory").json()["pin_room"] == 256 - 4 - 100 - 16
 
 
+def test_a_session_shows_what_its_last_answer_took(client: httpx.Client) -> None:
+    assert client.post("/v1/sessions", json={"name": "e", "policy": "full"}).status_code == 201
+    assert client.get("/v1/sessions/e/memory").json()["last_answer"] is None
+    client.post("/v1/sessions/e/feed", json={"tokens": list(range(3, 53))}).raise_for_status()
+    body = {"tokens": [9, 8, 7], "max_tokens": 4, "ignore_eos": True}
+    client.post("/v1/sessions/e/generate", json=body).raise_for_status()
+    answer = client.get("/v1/sessions/e/memory").json()["last_answer"]
+    assert answer.pop("per_second") > 0
+    assert answer == {"held": 50, "read": 3, "generated": 4}
+    for name, at in (("f", None), ("g", 20)):
+        fork = {"name": name, **({} if at is None else {"at": at})}
+        client.post("/v1/sessions/e/fork", json=fork).raise_for_status()
+    forks = [client.get(f"/v1/sessions/{name}/memory").json() for name in "fg"]
+    assert forks[0]["last_answer"]["generated"] == 4
+    assert forks[1]["last_answer"] is None
+
+
 def test_why_a_prompt_was_not_reused_names_the_missing_checkpoint(client: httpx.Client) -> None:
     assert client.post("/v1/sessions", json={"name": "c"}).status_code == 201
     tokens = [i % 900 + 5 for i in range(1300)]

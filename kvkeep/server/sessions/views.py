@@ -15,7 +15,7 @@ from kvkeep.cache.ragged import RaggedCells
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord
+from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord, Usage
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import AlignmentFields
@@ -51,10 +51,13 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     the next ones. `bytes_by_part` says what cells, windows of local layers, states and checkpoints
     take, `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
     rewind by one token evaluates again. `pin_room` says how many more cells can be pinned, null for
-    no limit. `residual_cells` are the cells, over all layers and KV heads, that stand for evicted
-    ones; they belong to no token. `heads` is the number of KV heads of all layers, each of which
-    holds `cells`. `last_prompt` says what of the session's last prompt was reused, moved or read
-    again.
+    no limit, `rewind_room` how many of the newest tokens can be rewound, or forked before,
+    `removable` tokens of which status can be deleted where others follow, and `highest_ratio` the
+    highest one of `compress`, null if it is refused. `residual_cells` are the cells, over all
+    layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is the number
+    of KV heads of all layers, each of which holds `cells`. `last_prompt` says what of the session's
+    last prompt was reused, moved or read again, and `last_answer` how many cells the last answer
+    found, and how many tokens it read and generated.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -129,9 +132,23 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         "heads": layout.layers * layout.kv_heads,
         "rewind_evaluates": use.rewind_evaluates,
         "pin_room": use.pin_room,
+        "rewind_room": use.rewind_room,
+        "removable": use.removable,
+        "highest_ratio": use.highest_ratio,
         "last_prompt": record.last_prompt,
+        "last_answer": record.last_answer and _answer_entry(record.last_answer),
         "runs": runs,
         "spans": spans,
+    }
+
+
+def _answer_entry(usage: Usage) -> dict[str, Any]:
+    """Return what an answer took. `held`: cells of the session before it."""
+    return {
+        "held": usage.held,
+        "read": usage.evaluated,
+        "generated": usage.generated,
+        "per_second": usage.generated / usage.decode_seconds if usage.decode_seconds else 0.0,
     }
 
 
