@@ -5,18 +5,17 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { canGoBackTo, canRemove, cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
-const { answerText, canCompress, canPin, cellsToPin, compressText, removeText, heldText, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
-const { missOf } = await import(`${FILES}/misses.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
 const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
 
-const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, ...fields });
+const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
 const span = (start, end) => ({ start, end });
+const run = (standing, start, end) => ({ standing, start, count: end - start });
 
 test("turns are those of the spans, in order, with the system prompt first", () => {
   const texts = [..."SsQqAaQqAa"];
@@ -151,30 +150,6 @@ test("a question and its answer are pinned apart, with all tokens of the turn", 
   assert.deepEqual(pinnable({ start: 10, end: 18, parts: [parts[0]] }), [{ name: "", ...span(10, 18) }]);
 });
 
-test("what does not fit beside other pins is not pinned, which is said before", () => {
-  const runs = [run("kept", 0, 4), run("pinned", 4, 60), run("window", 60, 100)];
-  const held = memory({ policy: "shift", tokens: 100, cells: 100, max_kv_size: 100, pin_room: 30, runs });
-  assert.equal(cellsToPin(held, { start: 0, end: 60 }), 0); // what is kept takes nothing
-  assert.equal(cellsToPin(held, { start: 50, end: 70 }), 10);
-  assert.match(pinText(held, { start: 60, end: 90 }), /^Never forgotten .* Takes 30 of 100 cells, and leaves room to pin 0 more\.$/);
-  assert.match(pinText(held, { start: 60, end: 91 }), /^Not enough room .* takes 31 cells, and 30 cells can still be pinned/);
-  assert.deepEqual([30, 31].map((cells) => canPin(held, cells)), [true, false]);
-  assert.ok(canPin({ ...held, pin_room: null }, 1000));
-});
-
-test("tokens without a cell of their own are not pinned", () => {
-  const runs = [run("forgotten", 0, 3), run("compressed", 3, 9), run("window", 9, 20)];
-  const held = memory({ policy: "archive", tokens: 20, cells: 14, max_kv_size: 100, pin_room: 50, runs });
-  assert.equal(cellsToPin(held, { start: 0, end: 12 }), 3);
-  assert.match(pinText(held, { start: 0, end: 12 }), /Takes 3 of 100 cells, and leaves room to pin 47 more\. 9 tokens are forgotten or compressed already/);
-  assert.match(pinText(held, { start: 8, end: 12 }), /1 token is compressed already and cannot be pinned\.$/);
-});
-
-test("parts that are not held as a whole are named", () => {
-  assert.equal(irreplaceableText([{ role: "question" }]), "The message cannot be replaced, as not all of it is in memory.");
-  assert.match(irreplaceableText([{ role: "question" }, { role: "answer" }]), /^The message and the answer .* not all of them/);
-});
-
 test("the longest answer leaves half of the memory to what led to it", () => {
   assert.deepEqual([null, 100_000, 512, 1].map((max_kv_size) => longestAnswer({ max_kv_size })), [1024, 1024, 256, 1]);
 });
@@ -188,43 +163,11 @@ test("a pinned turn stays pinned when its end token is evicted, and counts what 
   assert.equal(standingText(shares(["pinned", 45], ["forgotten", 1])), "45 of 46 tokens pinned, 1 forgotten");
 });
 
-test("what a change would free or cost is said by the cells that are held", () => {
-  const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
-  const held = memory({ policy: "sliding", tokens: 20, cells: 10, max_kv_size: 100, pin_room: 80, bytes: 1000, cell_bytes: 40, runs });
-  const window = memory({ ...held, runs: [{ ...runs[0], standing: "window" }, runs[1]] });
-  const bytes = (count) => `${count} bytes`;
-  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
-  assert.match(removeText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
-  assert.match(pinText(window, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves room to pin 75 more\. 5 tokens are forgotten already/);
-  assert.equal(pinText({ ...window, max_kv_size: null, pin_room: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
-  assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
-  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
-  const large = { ...held, cells: 200 };
-  assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes.");
-  assert.match(compressText(large, 5, bytes), /^not possible with 200 cells, as 46 stay as they are/);
-  assert.deepEqual([4, 5].map((ratio) => canCompress(large, ratio)), [true, false]);
-  assert.match(recomputeText(held, 15), /^Evaluate the 5 tokens after it again/);
-  const timings = { cache_n: 0, prompt_n: 3, predicted_n: 1, predicted_per_second: 0 };
-  assert.equal(answerText(timings, 0), "The last answer read 3 tokens and wrote 1.");
-  assert.equal(answerText(timings, 20), "The last answer reused all 20 tokens in memory, read 3 new ones and wrote 1.");
-});
-
-const run = (standing, start, end) => ({ standing, start, count: end - start });
-
 test("ranges of a turn are those of its tokens with a wanted standing, joined", () => {
   const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("pinned", 9, 12), run("window", 12, 20)];
   const isHeld = (standing) => standing !== "forgotten";
   assert.deepEqual(rangesOf(memory({ runs }), 2, 15, isHeld), [span(2, 4), span(9, 15)]);
   assert.deepEqual(rangesOf(memory({ runs }), 5, 8, isHeld), []);
-});
-
-test("a session goes back to where all after it is held, and the token before", () => {
-  const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("window", 9, 20)];
-  const places = [0, 4, 9, 10, 20].map((at) => canGoBackTo(memory({ tokens: 20, runs }), at));
-  assert.deepEqual(places, [false, false, false, true, true]);
-  assert.ok(canGoBackTo(memory({ tokens: 4, runs: [run("window", 0, 4)] }), 0));
-  const removable = [[4, 12], [9, 20], [12, 20]].map(([start, end]) => canRemove(memory({ tokens: 20, runs }), { start, end }));
-  assert.deepEqual(removable, [true, false, true]);
 });
 
 test("residual cells are apart from those of compressed tokens, and with them all cells", () => {
@@ -240,18 +183,6 @@ test("checkpoints are in the turn that ends with them, by its tokens", () => {
   assert.deepEqual(checkpointsOf(held, 10, 20), [{ at: 20, part: 1 }]);
   assert.deepEqual(checkpointsOf(memory({ ...held, runs: [run("forgotten", 0, 20)] }), 0, 8), [{ at: 4, part: 0.5 }]);
   assert.deepEqual([0, 4, 19, 20].map((token) => statusOf(held, token)), ["forgotten", "window", "window", ""]);
-});
-
-test("a session's last prompt is found among the misses, which name the nearest session", () => {
-  const misses = [
-    { number: 3, session: "other", prompt_tokens: 24, reused: 8 },
-    { number: 2, session: "a", prompt_tokens: 24, reused: 8 },
-    { number: 1, session: null, prompt_tokens: 30, reused: 0 },
-  ];
-  const of = (fields) => missOf(misses, { name: "b", parent: "a", ...fields })?.number;
-  assert.equal(of({ last_prompt: { prompt_tokens: 24, reused: 8 } }), 2);
-  assert.equal(of({ last_prompt: { prompt_tokens: 30, reused: 0 } }), 1);
-  assert.equal(of({ last_prompt: { prompt_tokens: 31, reused: 0 } }), undefined);
 });
 
 test("branches of a conversation have titles of their own", () => {

@@ -173,14 +173,16 @@ def test_sizes_are_said_in_the_same_words(page: Page, server: RunningServer) -> 
     expect(page.locator("main")).to_contain_text("Reserved is what cells take")
 
 
-def test_compression_is_not_spoken_of_where_there_is_none(
+def test_a_policy_that_evicts_says_what_it_has_instead_of_compression(
     page: Page, server: RunningServer
 ) -> None:
     create(server, "no-compression", policy="sliding", max_kv_size=64)
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto("/#/chat/no-compression")
-    expect(page.locator(".memory-panel")).to_contain_text("Select a turn")
-    expect(page.locator(".memory-panel")).not_to_contain_text("ompress")
+    panel = page.locator(".memory-panel")
+    expect(panel).to_contain_text("Old text is evicted by itself")
+    expect(panel).to_contain_text("Compress needs a chat with policy full")
+    expect(panel.get_by_role("button", name="Compress")).to_have_count(0)
 
 
 def test_a_message_larger_than_the_memory_is_warned_of_before_it_is_sent(

@@ -88,6 +88,7 @@ def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.
         expect(page.locator(".question")).to_have_count(2 if settings else 1)
         if settings:
             expect(page.locator(".question").last).to_contain_text("Ships sail on every sea.")
+            expect(page.get_by_role("button", name="Answer", exact=True)).to_have_count(0)
 
 
 def test_settings_wait_until_a_change_is_done(page: Page, client: httpx.Client) -> None:

@@ -61,7 +61,11 @@ interface Memory {
   heads: number;
   rewind_evaluates: number | null;
   pin_room: number | null;
+  rewind_room: number;
+  removable: string[];
+  highest_ratio: number | null;
   last_prompt: Reuse | null;
+  last_answer: LastAnswer | null;
   runs: Run[];
   spans: Record<string, Span>;
 }
@@ -111,12 +115,12 @@ interface SnapshotEntry {
   bytes: number;
 }
 
-/** What an answer took. */
-interface Timings {
-  cache_n: number;
-  prompt_n: number;
-  predicted_n: number;
-  predicted_per_second: number;
+/** What an answer took. held: cells of the session before it. */
+interface LastAnswer {
+  held: number;
+  read: number;
+  generated: number;
+  per_second: number;
 }
 
 /** What the server says about itself to this page. */

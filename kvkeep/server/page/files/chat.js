@@ -127,7 +127,7 @@ export class ChatView {
     if (!memory || !this.answers.running || this.signal.aborted) return null;
     const start = this.turns.at(-1)?.end || 0;
     const newest = { label: "newest turn", number: 0, start, end: memory.tokens, parts: [] };
-    return this.frame.drawMemory(memory, memory.tokens > start ? [...this.turns, newest] : this.turns, this.answers.last);
+    return this.frame.drawMemory(memory, memory.tokens > start ? [...this.turns, newest] : this.turns);
   }
 
   drawWelcome() {
@@ -149,7 +149,6 @@ export class ChatView {
       return;
     }
     const isAppended = memory.revision === this.answers.appendedRevision;
-    if (!isAppended && memory.tokens !== before?.tokens) this.answers.last = null;
     const first = before && isAppended ? Math.min(before.tokens, memory.tokens) : 0;
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
@@ -188,7 +187,7 @@ export class ChatView {
     const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory.name, part, turn === turns.at(-1)), standingNote(memory, part)]));
     if (elements.length) this.frame.drawTurns(elements);
     else this.frame.welcome("Nothing has been said here yet.");
-    this.frame.drawMemory(memory, this.turns, this.answers.last);
+    this.frame.drawMemory(memory, this.turns);
     if (isFollowed) this.frame.goToEnd();
   }
 
@@ -262,7 +261,7 @@ export class ChatView {
   leaveFor(name) {
     this.keepView();
     history.pushState(null, "", `#/chat/${name}`);
-    [this.name, this.memory, this.texts, this.turns, this.answers.last] = [name, null, [], [], null];
+    [this.name, this.memory, this.texts, this.turns] = [name, null, [], []];
   }
 }
 

@@ -22,8 +22,6 @@ export class ChatAnswers {
     this.running = null; // while an answer is generated
     /** @type {string | null} */
     this.finishReason = null; // of the last answer, if it was not stopped
-    /** @type {{timings: Timings, held: number} | null} */
-    this.last = null;
     /** @type {number | null} */
     this.appendedRevision = null; // in which the session's tokens are those of before, and an answer
   }
@@ -128,15 +126,13 @@ export class ChatAnswers {
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
   async receive(body, turn, signal) {
     this.finishReason = null;
-    const memory = /** @type {Memory} */ (this.chat.memory);
-    const [{ revision }, held] = [memory, memory.tokens - countOf(memory, "forgotten")];
+    const { revision } = /** @type {Memory} */ (this.chat.memory);
     const options = { headers: changeHeaders(revision), signal };
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
       if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
       else if (kind === "token") turn.push(event);
       else if (kind === "error") throw new Error(event.error.message);
       else if (kind === "done") {
-        this.last = { timings: event.timings, held };
         this.finishReason = event.finish_reason;
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
       }

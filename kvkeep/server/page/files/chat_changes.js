@@ -39,7 +39,7 @@ export class ChatChanges {
     const changeAndMark = async () => {
       if ((await this.change(operation, run, message)) && operation === "replace") this.markReplaced(bodies[0].start);
     };
-    return this.chat.exclusively(changeAndMark, this.chat.frame.panel.element);
+    return this.chat.exclusively(changeAndMark, this.chat.frame.panel);
   }
 
   /** @param {number} start of a message that was replaced */

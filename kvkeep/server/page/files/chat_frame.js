@@ -31,8 +31,6 @@ export class ChatFrame {
     this.turns = [];
     /** @type {string | null} */
     this.selected = null; // the label of a turn
-    /** @type {any} */
-    this.lastAnswer = null;
     /** @type {HTMLElement | null} */
     this.panelOpener = null; // what had the focus
     /** @type {import("./chat_place.js").Place | null} */
@@ -102,12 +100,12 @@ export class ChatFrame {
     if (origin) fill(this.origin, `${origin.kind}. `, h("a", { href: `#/chat/${origin.name}`, title: origin.title }, `Back to “${origin.title}”`));
   }
 
-  /** @param {Memory} memory @param {Turn[]} turns @param {any} lastAnswer */
-  drawMemory(memory, turns, lastAnswer) {
-    [this.memory, this.turns, this.lastAnswer] = [memory, turns, lastAnswer];
+  /** @param {Memory} memory @param {Turn[]} turns */
+  drawMemory(memory, turns) {
+    [this.memory, this.turns] = [memory, turns];
     if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
     this.strip.draw(memory, turns, this.selected);
-    this.panel.draw(memory, turns, this.selected, lastAnswer);
+    this.panel.draw(memory, turns, this.selected);
     this.point(null);
   }
 
@@ -127,7 +125,7 @@ export class ChatFrame {
   select(label, from) {
     const isShown = !this.isPanelOver || this.isPanelOpen;
     this.selected = label === this.selected && from === "strip" && isShown ? null : label;
-    if (this.memory) this.drawMemory(this.memory, this.turns, this.lastAnswer);
+    if (this.memory) this.drawMemory(this.memory, this.turns);
     this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
     if (from === "chat" || (this.selected !== null && this.isPanelOver)) this.togglePanel(true);
@@ -155,7 +153,8 @@ export class ChatFrame {
   openerNow() {
     const opener = this.panelOpener;
     if (opener?.isConnected && opener !== document.body) return opener;
-    return this.log.querySelector(".turn.selected button.memory") || this.panelButton;
+    const bar = opener?.dataset.turn && this.strip.buttonOf(opener.dataset.turn);
+    return bar || this.log.querySelector(".turn.selected button.memory") || this.panelButton;
   }
 
   /** @param {boolean} busy */

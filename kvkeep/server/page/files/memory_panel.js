@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, canCompress, canPin, cellsToPin, compressText, heldText, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, canPin, cellsToPin, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -25,6 +25,10 @@ export function memoryPanel(actions) {
   const answer = h("div");
   const turnPart = h("div", { class: "turn-card" });
   const compressPart = h("div");
+  let shownAnswer = ""; // what was said of it
+  let pressed = -1; // the number of the turn's button that was pressed last
+  const buttons = () => /** @type {HTMLElement[]} */ ([...turnPart.querySelectorAll("button")]);
+  turnPart.addEventListener("click", (/** @type {Event} */ event) => (pressed = buttons().indexOf(/** @type {HTMLElement} */ (event.target))));
   const element = h("aside", { class: "memory-panel", "aria-label": "Memory", tabindex: "0" }, heading, budget, answer, turnPart, compressPart);
   let compressedFor = ""; // the policy whose control is drawn
   let updateCost = () => {};
@@ -33,12 +37,18 @@ export function memoryPanel(actions) {
 
   return {
     element,
-    /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected @param {any} lastAnswer */
-    draw(memory, turns, selected, lastAnswer) {
+    /** Gives the focus to what was pressed last, or to the button in its place. @param {FocusOptions} [options] */
+    focus(options) {
+      if (!element.contains(document.activeElement)) (buttons()[pressed] || element).focus(options);
+    },
+    /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected */
+    draw(memory, turns, selected) {
       latest = memory;
       fill(heading, "Memory ", jsonLink(`/v1/sessions/${memory.name}/memory`));
       fill(budget, budgetElements(memory));
-      fill(answer, h("p", {}, answerSentence(memory, lastAnswer)), isPrompt(memory) ? whyButton(memory, answer) : null);
+      const sentence = answerSentence(memory);
+      if (sentence !== shownAnswer) fill(answer, h("p", {}, sentence), isPrompt(memory) ? whyButton(memory, answer) : null);
+      shownAnswer = sentence; // an explanation stays while the answer does
       const turn = turns.find(({ label }) => label === selected);
       fill(turnPart, turn ? turnElements(memory, turn, actions) : h("p", { class: "hint" }, "Select a turn in the strip or by its Memory button to pin, remove or replace it."));
       if (actions && compressedFor !== memory.policy) {
@@ -64,11 +74,10 @@ function budgetElements(memory) {
   ];
 }
 
-/** @param {Memory} memory @param {any} lastAnswer */
-function answerSentence(memory, lastAnswer) {
-  if (lastAnswer) return answerText(lastAnswer.timings, lastAnswer.held);
+/** @param {Memory} memory */
+function answerSentence(memory) {
   if (memory.last_prompt && isPrompt(memory)) return `Of the last prompt, ${reuseText(memory.last_prompt)}.`;
-  return "";
+  return memory.last_answer ? answerText(memory.last_answer) : "";
 }
 
 // A button that shows the two texts at which the last prompt of a session left its memory.
@@ -77,8 +86,11 @@ function whyButton(memory, container) {
   const show = async () => {
     const { data } = await get("/v1/prefix/misses");
     const miss = missOf(data, memory);
+    const text = miss ? missElements(miss) : h("p", {}, "The rest was new, or the prompt is no longer among the last that are listed.");
+    const explanation = h("div", { tabindex: "-1" }, text);
+    container.append(explanation);
+    explanation.focus({ preventScroll: true });
     button.remove();
-    container.append(...(miss ? missElements(miss) : [h("p", {}, "The rest was new, or the prompt is no longer among the last that are listed.")]).filter(Boolean));
   };
   const button = h("button", { class: "small", onclick: show }, "Why not more?");
   return button;
@@ -97,13 +109,13 @@ function turnElements(memory, turn, actions) {
   const lost = rangesOf(memory, start, end, (standing) => standing === "forgotten");
   const lastFirst = [...held, ...lost].sort((a, b) => b.start - a.start); // the numbers of those before stay
   const remove = () => actions.change("remove", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
-  const replaceable = turn.parts.filter(isHeld);
+  const replaceable = turn.parts.filter((part) => isHeld(part) && canRemove(memory, part));
   const canBranch = canGoBackTo(memory, end);
   const isRemovable = held.length > 0 && canRemove(memory, turn);
   const impossible = [
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
-    held.length && replaceable.length < turn.parts.length ? irreplaceableText(turn.parts.filter((part) => !isHeld(part))) : "",
-    isRemovable || !held.length ? "" : "It cannot be removed yet: what stands before it is forgotten, so nothing would be left to go on from.",
+    ...(held.length ? turn.parts.filter((part) => !replaceable.includes(part)).map((part) => irreplaceableText(memory, part)) : []),
+    isRemovable || !held.length ? "" : `It cannot be removed: ${fixedText(memory, turn)}.`,
     canBranch ? "" : "No branch can begin here, as part of what leads up to this place is forgotten. Edit asks a message anew.",
   ];
   return [
@@ -149,16 +161,17 @@ async function replace(memory, part, actions) {
   actions.change("replace", "edit", [body], part.role === "question" ? "The message was replaced in memory; its answer stays as it was." : "Replaced in memory.");
 }
 
-// Creates the control that compresses the whole memory. Policies other than full evict by themselves: they have none.
+// Creates the control that compresses the whole memory, or says what the policy has instead.
 /** @param {() => Memory} memory @param {Actions} actions */
 function compressControl(memory, actions) {
-  if (memory().policy !== "full") return { elements: [], update: () => {} };
+  const other = instead(memory().policy);
+  if (other) return { elements: [h("p", { class: "hint" }, other)], update: () => {} };
   const slider = h("input", { type: "range", id: "ratio", min: "1.5", max: "16", step: "0.5", value: "4" });
   const cost = h("p", { role: "status" });
   const update = () => {
     const ratio = Number(slider.value);
     cost.textContent = `${slider.value} to 1: ${compressText(memory(), ratio, bytes)}`;
-    button.disabled = !canCompress(memory(), ratio);
+    button.disabled = ratio > (memory().highest_ratio || 0);
   };
   slider.addEventListener("input", update);
   const run = () => {
@@ -167,5 +180,6 @@ function compressControl(memory, actions) {
   };
   const button = h("button", { onclick: run }, "Compress");
   const parts = [h("label", { for: "ratio" }, "Ratio"), slider, cost, button];
-  return { elements: [h("details", { class: "compress" }, h("summary", {}, "Compress the whole memory"), parts)], update };
+  const onToggle = (/** @type {Event} */ event) => /** @type {HTMLElement} */ (event.target).scrollIntoView({ block: "nearest" });
+  return { elements: [h("details", { class: "compress", ontoggle: onToggle }, h("summary", {}, "Compress the whole memory"), parts)], update };
 }

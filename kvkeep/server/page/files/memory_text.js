@@ -1,6 +1,6 @@
 // What the memory beside the chat says, as sentences: values only, no elements.
 
-import { cellsOf, countOf, sharesOf, standingText, withoutEnd } from "./turns.js";
+import { canGoBackTo, cellsOf, countOf, sharesOf, standingText, withoutEnd } from "./turns.js";
 
 /** @param {number} value */
 const count = (value) => Math.round(value).toLocaleString("en-US");
@@ -12,7 +12,7 @@ const counted = (value, noun) => `${count(value)} ${noun}${Math.round(value) ===
 const FULL = { window: "held", kept: "held" };
 
 /** @type {Record<string, string>} */
-const HELD = { window: "held until newer text needs the room", kept: "kept for good, as the beginning of the text" };
+const HELD = { window: "held until newer text needs the room" };
 
 /**
  * Returns what a turn holds.
@@ -21,7 +21,9 @@ const HELD = { window: "held until newer text needs the room", kept: "kept for g
 export function heldText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
   const text = standingText(withoutEnd(shares));
-  const standing = (memory.policy === "full" ? FULL : HELD)[text] || text;
+  const isFull = memory.policy === "full";
+  const kept = isFull ? 0 : shares.filter(({ standing }) => standing === "kept").reduce((sum, { tokens }) => sum + tokens, 0);
+  const standing = [text === "kept" && kept ? "" : (isFull ? FULL : HELD)[text] || text, kept ? keptText(kept) : ""].filter(Boolean).join("; ");
   return `${counted(end - start, "token")} in ${counted(cellsOf(shares), "cell")}, ${standing}.`;
 }
 
@@ -41,13 +43,21 @@ export function removeText(memory, { start, end }, bytes) {
 export const nameOf = (role) => (role === "question" ? "message" : role);
 
 /**
- * Returns why parts of a turn, of which some tokens are forgotten, cannot be replaced.
- * @param {{role: string}[]} parts
+ * Returns why a range cannot be removed or replaced.
+ * @param {Memory} memory @param {{start: number, end: number}} range
  */
-export function irreplaceableText(parts) {
-  const names = parts.map(({ role }) => `the ${nameOf(role)}`).join(" and ");
-  return `${names.replace(/^./, (letter) => letter.toUpperCase())} cannot be replaced, as not all of ${parts.length > 1 ? "them" : "it"} is in memory.`;
+export function fixedText(memory, { start, end }) {
+  if (end === memory.tokens && !canGoBackTo(memory, start)) return "what stands before it is forgotten, so nothing would be left to go on from";
+  if (!memory.removable.length) return "this model or policy can only change the newest text";
+  const isCompressed = sharesOf(memory, start, end).some(({ standing }) => standing === "compressed");
+  return isCompressed ? "some of it is compressed" : "not all of it is in memory";
 }
+
+/**
+ * Returns why a part of a turn cannot be replaced.
+ * @param {Memory} memory @param {{role: string, start: number, end: number}} part
+ */
+export const irreplaceableText = (memory, part) => `The ${nameOf(part.role)} cannot be replaced, as ${fixedText(memory, part)}.`;
 
 /**
  * Whether a token of a standing can be pinned: one with a cell of its own that is not pinned already. A kept one stays anyway.
@@ -117,34 +127,45 @@ export function sizeText(memory, bytes) {
 
 export const RESERVED_HINT = "Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";
 
-// How many cells a compression leaves as they are: the first 4, at least the newest 32, and pinned ones.
-/** @param {Memory} memory */
-const uncompressed = (memory) => 36 + countOf(memory, "pinned");
-
-/**
- * Whether a memory can be compressed so far.
- * @param {Memory} memory @param {number} ratio
- */
-export const canCompress = (memory, ratio) => memory.cells / ratio > uncompressed(memory);
-
 /**
  * Returns what a compression would leave, or why it is impossible.
  * @param {Memory} memory @param {number} ratio @param {(bytes: number) => string} bytes
  */
 export function compressText(memory, ratio, bytes) {
-  const left = memory.cells / ratio;
-  if (!canCompress(memory, ratio)) return `not possible with ${counted(memory.cells, "cell")}, as ${count(uncompressed(memory))} stay as they are: the beginning, the newest and pinned ones.`;
+  const [left, highest] = [memory.cells / ratio, memory.highest_ratio || 1];
+  if (ratio > highest) return `not possible with ${counted(memory.cells, "cell")}, as the beginning, the newest and pinned ones stay as they are${highest > 1 ? `: ${highest} to 1 at most` : ""}.`;
   const freed = (memory.cells - left) * memory.cell_bytes;
   return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}.`;
 }
 
 /**
- * Returns what the last answer cost, by the server's timings.
- * @param {{cache_n: number, prompt_n: number, predicted_n: number, predicted_per_second: number}} timings
- * @param {number} held tokens that were in memory before
+ * Returns what the last answer took.
+ * @param {LastAnswer} answer
  */
-export function answerText(timings, held) {
-  const speed = timings.predicted_per_second ? ` at ${timings.predicted_per_second.toFixed(1)} tokens/s` : "";
-  if (!held) return `The last answer read ${counted(timings.prompt_n, "token")} and wrote ${count(timings.predicted_n)}${speed}.`;
-  return `The last answer reused all ${counted(held, "token")} in memory, read ${count(timings.prompt_n)} new ones and wrote ${count(timings.predicted_n)}${speed}.`;
+export function answerText({ held, read, generated, per_second }) {
+  const speed = per_second ? ` at ${per_second.toFixed(1)} tokens/s` : "";
+  const reused = held ? `reused all ${counted(held, "cell")} in memory, ` : "";
+  return `The last answer ${reused}read ${counted(read, held ? "new token" : "token")} and wrote ${count(generated)}${speed}.`;
 }
+
+/** @type {Record<string, string>} */
+const EVICTION = {
+  sliding: "Old text is evicted by itself, the oldest first (sliding).",
+  shift: "Old text is evicted by itself, a part of it at once (shift).",
+  archive: "Old text is compressed by itself (archive).",
+  self_extend: "Nothing is evicted: older text is seen at coarser distances (self_extend).",
+};
+
+/**
+ * Returns what a policy has instead of compression on request; "" if it has that.
+ * @param {string} policy
+ */
+export const instead = (policy) => (EVICTION[policy] ? `${EVICTION[policy]} Compress needs a chat with policy full: New chat, then Settings.` : "");
+
+/**
+ * Returns what of a memory's first tokens stays for good; "" if that needs no words.
+ * @param {number} tokens
+ */
+export const keptText = (tokens) => `the first ${counted(tokens, "token")} ${tokens === 1 ? "stays" : "stay"}${tokens <= SINKS ? " (attention sink)" : ""}`;
+
+const SINKS = 4; // tokens that every text needs at its beginning

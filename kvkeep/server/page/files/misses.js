@@ -19,6 +19,9 @@ const REASONS = {
   settings: "The nearest text has another policy, budget, prefill step or KV bits.",
 };
 
+/** @param {Miss} miss */
+const reasonText = (miss) => `${REASONS[miss.reason] || miss.reason}${boundText(miss)}`;
+
 /** @param {HTMLElement} container @param {View} view */
 export async function misses(container, { parts, edits }) {
   /** @type {[{data: Miss[]}, {data: PrefixPin[]}]} */
@@ -98,7 +101,7 @@ function card(miss, selected) {
       {},
       reuseText(miss),
       miss.session ? [" from ", sessionLink(miss.session)] : "",
-      `${when}. ${REASONS[miss.reason] || miss.reason} `,
+      `${when}. ${reasonText(miss)} `,
       miss.differs_at === null ? "" : `First difference: token ${number(miss.differs_at)}.`,
       miss.not_in_place ? ` Not aligned in place: ${miss.not_in_place}.` : "",
     ),
@@ -128,12 +131,31 @@ export function reuseText({ prompt_tokens, reused, moved, reread }) {
 export const missOf = (data, { name, parent, last_prompt: prompt }) =>
   data.find((miss) => [name, parent, null].includes(miss.session) && miss.prompt_tokens === prompt?.prompt_tokens && miss.reused === prompt.reused);
 
+/** @type {Record<string, string>} */
+const BOUNDS = {
+  differs: "reuse ends where the last whole prefill step of them ends",
+  below_step: "reuse ends where the last whole prefill step of them ends",
+  no_checkpoint: "reuse ends at the last checkpoint before the difference",
+};
+
+/**
+ * Returns why not all tokens that a prompt shares with the nearest text were reused; "" if they were.
+ * @param {Miss} miss
+ */
+export function boundText({ reason, prompt_tokens, reused, moved, differs_at }) {
+  const shared = differs_at ?? prompt_tokens;
+  if (reason === "cold" || moved !== undefined || reused >= shared) return "";
+  const isLast = reused === prompt_tokens - 1;
+  const bound = isLast ? "the last one is always evaluated, for the logits of the answer" : BOUNDS[reason];
+  return ` ${number(shared)} tokens are the same, of which ${number(reused)} were reused${bound ? `: ${bound}` : ""}.`;
+}
+
 /**
  * Creates what says why a prompt was not reused further: a sentence, and the two texts.
  * @param {Miss} miss
  */
 export const missElements = (miss) => [
-  h("p", {}, REASONS[miss.reason] || miss.reason, " ", h("a", { href: `#/missed/${miss.number}` }, `Prompt ${miss.number}`)),
+  h("p", {}, reasonText(miss), " ", h("a", { href: `#/missed/${miss.number}` }, `Prompt ${miss.number}`)),
   miss.prompt_text === undefined ? null : differingTexts(miss),
 ];
 

@@ -14,7 +14,8 @@ import { canGoBackTo } from "./turns.js";
 function questionButtons(chat, turn, part, button) {
   if (part.role !== "question" || !turn.label.startsWith("turn ")) return [];
   if (turn.parts.length > 1) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask the edited message in a branch")];
-  return turn === chat.turns.at(-1) ? [button("Answer", () => chat.answers.continueAnswer(), "Generate an answer to this message")] : [];
+  const isCutOff = part.end === turn.end; // the template's end is missing: the server refuses an answer
+  return turn === chat.turns.at(-1) && !isCutOff ? [button("Answer", () => chat.answers.continueAnswer(), "Generate an answer to this message")] : [];
 }
 
 /**

@@ -1,6 +1,7 @@
 // The whole context as a strip of turns, as wide as their cells; inside, each standing has the share of its tokens.
 
 import { fill, h, number } from "./dom.js";
+import { keptText } from "./memory_text.js";
 import { cellsOf, checkpointsOf, countOf, residualCells, sharesOf, STANDINGS, standingText, withoutEnd } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -43,6 +44,8 @@ export function turnStrip(onPoint, onSelect) {
 
   return {
     element,
+    /** Returns the button of a turn. @param {string} label */
+    buttonOf: (label) => buttons().find((button) => button.dataset.turn === label),
     /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected */
     draw(memory, turns, selected) {
       const wasAtEnd = bars.scrollLeft + bars.clientWidth > bars.scrollWidth - AT_END;
@@ -98,7 +101,7 @@ function bar(memory, turn, total, reachable) {
 const residualText = (memory) => `${number(memory.residual_cells)} residual cells, over all layers and KV heads: each stands for a cluster of evicted cells`;
 
 /** @type {Record<string, string>} */
-const NAMES = { kept: "kept (the beginning)", window: "window (the newest)" };
+const NAMES = { window: "window (the newest)" };
 
 /**
  * Creates the legend of a session: how many tokens have each standing.
@@ -107,9 +110,12 @@ const NAMES = { kept: "kept (the beginning)", window: "window (the newest)" };
 export function legend(memory) {
   const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
   entries.push(["residual", "cells", memory.residual_cells], ["checkpoint", "places", memory.checkpoints.length]);
+  const evicts = memory.policy !== "full";
+  /** @param {string} name @param {string} unit @param {number} count */
+  const words = (name, unit, count) => (evicts && name === "kept" ? keptText(count) : `${(evicts && NAMES[name]) || name} ${number(count)} ${unit}`);
   return h(
     "ul",
     { class: "legend", "aria-label": "Legend" },
-    entries.filter(([, , count]) => count).map(([name, unit, count]) => h("li", {}, h("span", { class: `swatch ${name}` }), ` ${(memory.policy !== "full" && NAMES[name]) || name} ${number(count)} ${unit}`.trimEnd())),
+    entries.filter(([, , count]) => count).map((entry) => h("li", {}, h("span", { class: `swatch ${entry[0]}` }), ` ${words(...entry)}`)),
   );
 }

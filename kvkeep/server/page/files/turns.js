@@ -177,22 +177,18 @@ export function rangesOf(memory, start, end, wanted) {
  */
 export const statusOf = ({ runs }, token) => runs.find(({ start, count }) => token >= start && token < start + count)?.standing || "";
 
-const WITHOUT_OWN_CELL = ["forgotten", "compressed", "grouped"];
-
 /**
- * Whether the session can be forked or rewound to its first `at` tokens: all after them are held, and the last of them.
+ * Whether the session can be forked or rewound to its first `at` tokens.
  * @param {Memory} memory @param {number} at
  */
-export function canGoBackTo(memory, at) {
-  const [gap] = rangesOf(memory, 0, memory.tokens, (standing) => WITHOUT_OWN_CELL.includes(standing)).slice(-1);
-  return !gap || at > gap.end || at === memory.tokens;
-}
+export const canGoBackTo = ({ tokens, rewind_room }, at) => tokens - at <= rewind_room;
 
 /**
- * Whether a turn can be removed: the newest one only where its session can go back to before it.
- * @param {Memory} memory @param {{start: number, end: number}} turn
+ * Whether a range can be removed; one of which nothing is forgotten can be replaced, too.
+ * @param {Memory} memory @param {{start: number, end: number}} range
  */
-export const canRemove = (memory, { start, end }) => end < memory.tokens || canGoBackTo(memory, start);
+export const canRemove = (memory, { start, end }) =>
+  end === memory.tokens ? canGoBackTo(memory, start) : sharesOf(memory, start, end).every(({ standing }) => memory.removable.includes(standing));
 
 /**
  * Returns a turn's label as a title, such as "Turn 2".

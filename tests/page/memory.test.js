@@ -1,0 +1,105 @@
+// Unit tests of what the web UI says of a memory: node --test tests/page/
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+const FILES = "../../kvkeep/server/page/files";
+const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
+const { answerText, canPin, cellsToPin, compressText, removeText, heldText, instead, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { boundText, missOf } = await import(`${FILES}/misses.js`);
+
+const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
+const run = (standing, start, end) => ({ standing, start, count: end - start });
+
+test("what does not fit beside other pins is not pinned, which is said before", () => {
+  const runs = [run("kept", 0, 4), run("pinned", 4, 60), run("window", 60, 100)];
+  const held = memory({ policy: "shift", tokens: 100, cells: 100, max_kv_size: 100, pin_room: 30, runs });
+  assert.equal(cellsToPin(held, { start: 0, end: 60 }), 0); // what is kept takes nothing
+  assert.equal(cellsToPin(held, { start: 50, end: 70 }), 10);
+  assert.match(pinText(held, { start: 60, end: 90 }), /^Never forgotten .* Takes 30 of 100 cells, and leaves room to pin 0 more\.$/);
+  assert.match(pinText(held, { start: 60, end: 91 }), /^Not enough room .* takes 31 cells, and 30 cells can still be pinned/);
+  assert.deepEqual([30, 31].map((cells) => canPin(held, cells)), [true, false]);
+  assert.ok(canPin({ ...held, pin_room: null }, 1000));
+});
+
+test("tokens without a cell of their own are not pinned", () => {
+  const runs = [run("forgotten", 0, 3), run("compressed", 3, 9), run("window", 9, 20)];
+  const held = memory({ policy: "archive", tokens: 20, cells: 14, max_kv_size: 100, pin_room: 50, runs });
+  assert.equal(cellsToPin(held, { start: 0, end: 12 }), 3);
+  assert.match(pinText(held, { start: 0, end: 12 }), /Takes 3 of 100 cells, and leaves room to pin 47 more\. 9 tokens are forgotten or compressed already/);
+  assert.match(pinText(held, { start: 8, end: 12 }), /1 token is compressed already and cannot be pinned\.$/);
+});
+
+test("parts that are not held as a whole are named", () => {
+  const held = (fields) => memory({ tokens: 20, rewind_room: 8, runs: [run("forgotten", 0, 4), run("compressed", 4, 9), run("window", 9, 20)], ...fields });
+  const text = (fields, role, start, end) => irreplaceableText(held(fields), { role, start, end });
+  assert.equal(text({}, "question", 2, 4), "The message cannot be replaced, as not all of it is in memory.");
+  assert.match(text({}, "answer", 3, 10), /^The answer cannot be replaced, as some of it is compressed\.$/);
+  assert.match(text({ removable: [] }, "answer", 10, 12), /can only change the newest text\.$/);
+  assert.match(text({}, "answer", 9, 20), /nothing would be left to go on from\.$/);
+});
+
+test("what a change would free or cost is said by the cells that are held", () => {
+  const runs = [{ standing: "pinned", start: 0, count: 10 }, { standing: "forgotten", start: 10, count: 10 }];
+  const held = memory({ policy: "sliding", tokens: 20, cells: 10, max_kv_size: 100, pin_room: 80, bytes: 1000, cell_bytes: 40, runs });
+  const window = memory({ ...held, runs: [{ ...runs[0], standing: "window" }, runs[1]] });
+  const bytes = (count) => `${count} bytes`;
+  assert.match(heldText(held, { start: 0, end: 20 }), /^20 tokens in 10 cells, 10 of 20 tokens pinned, 10 forgotten/);
+  assert.match(removeText(held, { start: 0, end: 5 }, bytes), /Frees 5 cells \(200 bytes, which Undo/);
+  assert.match(pinText(window, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves room to pin 75 more\. 5 tokens are forgotten already/);
+  assert.equal(pinText({ ...window, max_kv_size: null, pin_room: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
+  assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
+  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
+  const large = { ...held, cells: 200, highest_ratio: 4.5 };
+  assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes.");
+  assert.match(compressText(large, 5, bytes), /^not possible with 200 cells, .* stay as they are: 4\.5 to 1 at most\.$/);
+  assert.match(compressText({ ...large, highest_ratio: null }, 2, bytes), /^not possible .* stay as they are\.$/);
+  assert.match(recomputeText(held, 15), /^Evaluate the 5 tokens after it again/);
+  const answer = { held: 0, read: 3, generated: 1, per_second: 0 };
+  assert.equal(answerText(answer), "The last answer read 3 tokens and wrote 1.");
+  assert.equal(answerText({ ...answer, held: 20, read: 1, per_second: 2 }), "The last answer reused all 20 cells in memory, read 1 new token and wrote 1 at 2.0 tokens/s.");
+});
+
+test("what a policy keeps of the beginning, and what it has instead of compression, is said", () => {
+  const runs = [run("kept", 0, 4), run("window", 4, 20)];
+  const text = (fields, start, end) => heldText(memory({ policy: "sliding", tokens: 20, cells: 20, runs, ...fields }), { start, end });
+  assert.equal(text({}, 0, 20), "20 tokens in 20 cells, held until newer text needs the room; the first 4 tokens stay (attention sink).");
+  assert.equal(text({}, 0, 4), "4 tokens in 4 cells, the first 4 tokens stay (attention sink).");
+  assert.equal(text({ runs: [run("kept", 0, 20)] }, 0, 20), "20 tokens in 20 cells, the first 20 tokens stay.");
+  assert.equal(text({ policy: "full" }, 0, 20), "20 tokens in 20 cells, held.");
+  assert.match(instead("sliding"), /^Old text is evicted by itself.*\(sliding\)\. Compress needs a chat with policy full: New chat, then Settings\.$/);
+  assert.equal(instead("full"), "");
+});
+
+test("what bounds the reuse of a prompt is said with the numbers", () => {
+  const miss = { reason: "differs", prompt_tokens: 70, reused: 37, differs_at: 52 };
+  assert.equal(boundText(miss), " 52 tokens are the same, of which 37 were reused: reuse ends where the last whole prefill step of them ends.");
+  assert.match(boundText({ ...miss, reason: "no_checkpoint" }), /: reuse ends at the last checkpoint before the difference\.$/);
+  assert.match(boundText({ ...miss, reason: "edited" }), /^ 52 .* 37 were reused\.$/);
+  assert.match(boundText({ ...miss, reused: 69, differs_at: null }), /^ 70 .* 69 were reused: the last one is always evaluated/);
+  assert.equal(boundText({ ...miss, reused: 52 }), "");
+  assert.equal(boundText({ ...miss, reason: "cold", reused: 0, differs_at: null }), "");
+  assert.equal(boundText({ ...miss, moved: 3 }), "");
+});
+
+test("a session goes back as far as the server says, and what it says is removed", () => {
+  const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("window", 9, 20)];
+  const held = (fields) => memory({ tokens: 20, runs, rewind_room: 10, ...fields });
+  const places = [0, 4, 9, 10, 20].map((at) => canGoBackTo(held(), at));
+  assert.deepEqual(places, [false, false, false, true, true]);
+  const removed = (fields) => [[4, 12], [9, 20], [12, 20]].map(([start, end]) => canRemove(held(fields), { start, end }));
+  assert.deepEqual(removed(), [true, false, true]);
+  assert.deepEqual(removed({ removable: ["kept", "window"] }), [false, false, true]);
+});
+
+test("a session's last prompt is found among the misses, which name the nearest session", () => {
+  const misses = [
+    { number: 3, session: "other", prompt_tokens: 24, reused: 8 },
+    { number: 2, session: "a", prompt_tokens: 24, reused: 8 },
+    { number: 1, session: null, prompt_tokens: 30, reused: 0 },
+  ];
+  const of = (fields) => missOf(misses, { name: "b", parent: "a", ...fields })?.number;
+  assert.equal(of({ last_prompt: { prompt_tokens: 24, reused: 8 } }), 2);
+  assert.equal(of({ last_prompt: { prompt_tokens: 30, reused: 0 } }), 1);
+  assert.equal(of({ last_prompt: { prompt_tokens: 31, reused: 0 } }), undefined);
+});

@@ -1,0 +1,86 @@
+"""Web UI: what the memory panel says and offers, and where the focus is after its changes."""
+
+import pytest
+from page.conftest import create, open_page, wait_until
+from playwright.sync_api import Browser, Page, expect
+from server.conftest import RunningServer
+
+
+@pytest.fixture
+def wide(page: Page) -> Page:
+    page.set_viewport_size({"width": 1440, "height": 900})
+    return page
+
+
+def test_what_the_last_answer_reused_is_said_by_the_server(
+    wide: Page, server: RunningServer
+) -> None:
+    """After a reload, in the chat as it was left, and after a change is undone."""
+    create(server, "reused", turns=2)
+    said = wide.locator(".memory-panel").get_by_text("The last answer reused all")
+    wide.goto("/#/chat/reused")
+    expect(said).to_be_visible()
+    words = said.inner_text()
+    wide.reload()
+    expect(said).to_have_text(words)
+    wide.locator(".turn-bars button").last.click()
+    wide.get_by_role("button", name="Pin message").click()
+    wide.get_by_role("button", name="Undo pin").click()
+    expect(wide.locator("#status")).to_have_text("Undone: pin.")
+    expect(said).to_have_text(words)
+
+
+def test_the_focus_stays_on_the_button_that_was_pressed(wide: Page, server: RunningServer) -> None:
+    """On the one that takes its place."""
+    create(server, "pressed", turns=2)
+    wide.goto("/#/chat/pressed")
+    wide.locator(".turn-bars button").last.click()
+    for verb in ("Pin", "Unpin"):
+        wide.get_by_role("button", name=f"{verb} answer").press("Enter")
+        other = "Unpin" if verb == "Pin" else "Pin"
+        expect(wide.get_by_role("button", name=f"{other} answer", exact=True)).to_be_focused()
+
+
+def test_escape_leads_back_to_the_turn_of_the_strip(
+    browser: Browser, server: RunningServer
+) -> None:
+    create(server, "from-strip", turns=2)
+    for page in open_page(browser, server, {"width": 390, "height": 700}):
+        page.goto("/#/chat/from-strip")
+        expect(page.locator("#words")).to_be_focused()  # the chat is loaded
+        turn = page.locator(".turn-bars button[data-turn='turn 1']")
+        turn.press("Enter")
+        expect(page.locator(".memory-panel")).to_be_visible()
+        page.get_by_role("button", name="Pin message").press("Enter")
+        expect(page.get_by_role("button", name="Unpin message")).to_be_focused()
+        page.keyboard.press("Escape")
+        expect(page.locator(".memory-panel")).to_be_hidden()
+        expect(turn).to_be_focused()
+
+
+def test_the_preview_of_a_compression_is_in_view(wide: Page, server: RunningServer) -> None:
+    create(server, "previewed", policy="full", max_kv_size=2048)
+    wide.set_viewport_size({"width": 1440, "height": 420})
+    wide.goto("/#/chat/previewed")
+    wide.locator(".turn-bars button").last.click()
+    wide.get_by_text("Compress the whole memory").click()
+    expect(wide.get_by_role("button", name="Compress", exact=True)).to_be_in_viewport(ratio=1)
+
+
+def test_why_a_prompt_was_not_reused_further_has_the_focus(
+    wide: Page, server: RunningServer
+) -> None:
+    with server.client() as client:
+        for end in ("Rome", "Oslo"):
+            messages = [{"role": "user", "content": f"Compare the rivers of Peru with {end}."}]
+            body = {"messages": messages, "max_tokens": 1, "temperature": 0}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+        misses = client.get("/v1/prefix/misses").json()["data"]
+        sessions = client.get("/v1/sessions?unnamed=true").json()["data"]
+    assert misses[0]["reused"] < misses[0]["differs_at"]
+    wide.goto(f"/#/chat/{next(entry['name'] for entry in sessions if not entry['named'])}")
+    wide.get_by_role("button", name="Why not more?").press("Enter")
+    expect(wide.locator(".memory-panel")).to_contain_text(
+        f"{misses[0]['differs_at']} tokens are the same, of which {misses[0]['reused']} were reused"
+    )
+    wait_until(wide, "document.activeElement.textContent.includes('are the same')")
