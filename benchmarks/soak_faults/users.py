@@ -159,6 +159,7 @@ class User(threading.Thread):
         try:
             call(held.points[-1].revision)
         except (Busy, NoRoom):
+            self._read_again(held)  # a refused change is not made
             return
         except InvalidArgument as error:
             if not isinstance(error, NoSuchSession):
@@ -193,7 +194,7 @@ class User(threading.Thread):
         if generation > held.generation:
             self._go_back(held, found, generation)
             return
-        self._violation(f"{held.name}: {change} of {newest} gave {found}")
+        self._violation(f"{held.name}: {held.events}, {change} of {newest} gave {found}")
 
     def _go_back(self, held: UserSession, found: dict[str, Any] | None, generation: int) -> None:
         """Accept the state after a kill, if it is none from before the last save."""

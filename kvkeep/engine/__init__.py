@@ -21,6 +21,7 @@ from kvkeep.engine.request import (
 )
 from kvkeep.engine.reuse import Reuse, ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
+from kvkeep.engine.session_operations import SessionOperations
 
 __all__ = [
     "Engine",
@@ -39,6 +40,7 @@ __all__ = [
     "Reuse",
     "ReuseReport",
     "Seam",
+    "SessionOperations",
     "SessionRecord",
     "TextDifference",
     "TokenLogprob",

@@ -43,9 +43,7 @@ class Admission:
         self.alignment = alignment
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
-        self.scheduler = Scheduler(
-            registry.policy, self._fork_followers, self._release_session, speculation
-        )
+        self.scheduler = Scheduler(registry.policy, self._fork_followers, self._end, speculation)
         # Prompts that continued no session, by owner, the newest first.
         self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
         # Generations that wait for another one to prefill their common prompt, by that one.
@@ -208,12 +206,14 @@ class Admission:
         for follower in followers:
             if follower.cancelled:
                 follower.fail_as_cancelled()
+                follower.report_end()
                 continue
             try:
                 fork = self._registry.add(record.live.fork(), record.owner, named=False)
                 self._registry.reserve(fork, follower.request.max_tokens)
             except Exception as error:
                 follower.fail(error)
+                follower.report_end()
                 continue
             fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
             fork.first_edit = record.first_edit
@@ -226,10 +226,18 @@ class Admission:
             )
             self.scheduler.running.append(follower)
 
-    def _release_session(self, generation: Generation) -> None:
-        """Make the session of an ended generation idle, and log the operation."""
+    def _end(self, generation: Generation) -> None:
+        """Release the session of an ended generation, and report the end."""
         for follower in self._followers.pop(generation, ()):
             follower.fail(generation.error or Cancelled("the prompt was not completely prefilled"))
+            follower.report_end()
+        try:
+            self._release_session(generation)
+        finally:
+            generation.report_end()
+
+    def _release_session(self, generation: Generation) -> None:
+        """Make the session of an ended generation idle, and log the operation."""
         record, usage = generation.record, generation.usage
         self._add_to_totals(generation)
         if generation.generated:

@@ -220,20 +220,17 @@ class Engine(AbstractContextManager["Engine"]):
         change, submit = self._operations.change, self._thread.submit_long
         return submit(change, name, owner, kind, function, revision, new_tokens, notes)
 
-    def fork_in_steps(
-        self,
-        name: str,
-        owner: str,
-        at: int,
-        new_name: str | None = None,
-        revision: int | None = None,
-        title: str | None = None,
-    ) -> Future[SessionRecord]:
-        """Do as `fork` in steps, between which others go on: where tokens are evaluated again."""
-        fork, progress = self._operations.fork, self.yield_turn
-        return self._thread.submit_long(
-            fork, name, owner, at, new_name, revision, title=title, progress=progress
-        )
+    def run(self, function: Callable[[SessionOperations], T]) -> Future[T]:
+        """Run a function of the session operations in the engine's thread, and return its result.
+
+        What it does and reads, such as a change and the session's fields after it, is one
+        operation: nothing happens in between.
+        """
+        return self.call(function, self._operations)
+
+    def run_in_steps(self, function: Callable[[SessionOperations], T]) -> Future[T]:
+        """Do as `run`; others go on whenever the function calls `yield_turn`, as a `progress`."""
+        return self._thread.submit_long(function, self._operations)
 
     def all_pins(self) -> Future[list[PrefixPin]]:
         """Return the pins of all owners."""
@@ -241,8 +238,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """Save a session; the result is the revision on disk. Raises StoreError."""
-        registry, save = self._registry, self._saver.save
-        return flatten_future(self.call(lambda: save(registry.find(name, owner, revision))))
+        find, save = self._registry.find, self.begin_save
+        return flatten_future(self.call(lambda: save(find(name, owner, revision))))
+
+    def begin_save(self, record: SessionRecord) -> Future[int]:
+        """Begin to save a session, as `save`. Call it in the engine's thread."""
+        return self._saver.save(record)
 
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None

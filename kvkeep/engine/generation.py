@@ -75,6 +75,7 @@ class Generation(Iterator[GenerationEvent]):
         self._prefill_end: float | None = None
         self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
         self._exhausted = False
+        self._end_event: Finished | Failed | None = None  # that was not reported yet
         self._listener = listener or self._events.put
 
     # For the caller
@@ -211,13 +212,26 @@ class Generation(Iterator[GenerationEvent]):
         return self._text_stream.withheld_tokens + (self._end_token is not None)
 
     def finish(self, reason: EndReason) -> None:
-        """End with `Finished`. A stop string in text that was held back overrides the reason."""
+        """End with `Finished`. A stop string in text that was held back overrides the reason.
+
+        Here and for `fail`, `report_end` reports it.
+        """
         stream = self._text_stream
         held_back_text = stream.flush()
         reason = "stop" if stream.stopped else reason
         usage = replace(self.usage, evicted=self._count_evicted())
         finished = Finished(reason, held_back_text, usage, stream.matched_stop, self._end_token)
         self._end(finished, reason)
+
+    def report_end(self) -> None:
+        """Report how it ended, once its session is idle and has its next revision."""
+        event, self._end_event = self._end_event, None
+        if isinstance(event, Finished):
+            session = self.record.session
+            total_tokens = len(session.tokens) if session else 0
+            event = replace(event, total_tokens=total_tokens, revision=self.record.revision)
+        if event is not None:
+            self._emit(event)
 
     def fail(self, error: BaseException) -> None:
         """End with `Failed`."""
@@ -256,7 +270,7 @@ class Generation(Iterator[GenerationEvent]):
         if self.phase != "done":
             self.phase, self.end_reason = "done", reason
             self.unprefilled_tokens, self._feeding = self.prefill_remaining, None
-            self._emit(event)
+            self._end_event = event
 
     def _emit(self, event: GenerationEvent) -> None:
         try:

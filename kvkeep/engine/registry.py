@@ -191,13 +191,20 @@ class SessionRegistry:
         """Load a session and reserve the bytes that it can take with `new_tokens` more.
 
         Evicts others if necessary. new_tokens: None for any number. copies: the session and the
-        forks that will be made of it. Raises NoRoom, StoreError.
+        forks that will be made of it. Raises NoRoom, StoreError; the session stays on disk then if
+        it was.
         """
+        was_in_memory = record.session is not None
         session = self.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
         is_counted = self.get(record.name, record.owner) is record and not record.busy
         counted_bytes = session.nbytes if is_counted else 0  # part of `self.nbytes`
-        self._make_room(requested_bytes, counted_bytes, record)
+        try:
+            self._make_room(requested_bytes, counted_bytes, record)
+        except NoRoom:
+            if not was_in_memory:
+                record.session = None
+            raise
         record.reserved_bytes = requested_bytes
 
     @contextmanager
@@ -226,9 +233,12 @@ class SessionRegistry:
             self.evict(victim)
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
-        """Find a session and load it; it may be busy. Raises as `find` and `reserve`."""
+        """Find a session and load it; it may be busy. Raises as `find` and `reserve`.
+
+        One that is in memory takes no more of it by being read.
+        """
         record = self.find(name, owner, revision)
-        if not record.busy:  # a busy one has its reservation
+        if record.session is None:
             self.reserve(record, 0)
         return record
 

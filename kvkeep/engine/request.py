@@ -134,13 +134,15 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """The generation is complete."""
+    """The generation is complete, and its session is idle again."""
 
     reason: EndReason
     text: str  # the rest, which was held back
     usage: Usage
     stop: str | None = None  # the stop string that ended it
     end_token: GeneratedToken | None = None  # that ended it; it has no text
+    total_tokens: int = 0  # of the session afterwards
+    revision: int = 0  # of the session afterwards
 
 
 @dataclass(frozen=True)

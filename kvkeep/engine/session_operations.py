@@ -134,21 +134,25 @@ class SessionOperations:
         record.mark_changed()
         record.mark_unsaved()
 
-    def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> None:
-        """Set whether a session is never evicted."""
+    def pin(
+        self, name: str, owner: str, pinned: bool, revision: int | None = None
+    ) -> SessionRecord:
+        """Set whether a session is never evicted; return it."""
         record = self._registry.load_existing(name, owner, revision)
         record.pinned = pinned
         record.mark_changed()
         record.mark_unsaved()
+        return record
 
     def set_title(
         self, name: str, owner: str, title: str | None, revision: int | None = None
-    ) -> None:
-        """Set what people call a session; None for its name. A busy one can be renamed as well."""
+    ) -> SessionRecord:
+        """Set the title of a session, None for its name, and return it. It may be busy."""
         record = self._registry.load_existing(name, owner, revision)
         record.title = title
         record.mark_changed()
         self._operation_log.add(record, "title")
+        return record
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
         """Load a session and return `function(record)`, which must not change it."""

@@ -157,7 +157,7 @@ async def change_slot(
         await wrap_future(engine.restore(snapshot, owner, session_name, replace=True))
         timings = {"restore_ms": 1000 * (time.perf_counter() - start_time)}
         num_bytes = await to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
-        counts = {"n_restored": await _token_count(context, session_name), "n_read": num_bytes}
+        counts = {"n_restored": len(snapshot.tokens), "n_read": num_bytes}
     return {"id_slot": slot, "filename": label, **counts, "timings": timings}
 
 

@@ -75,4 +75,4 @@ async def align(body: AlignRequest, context: SessionDep) -> Response:
             report = conversation.align(body.messages, progress=engine.yield_turn, **options)
         return dataclasses.asdict(report)
 
-    return await context.change_in_steps("align", apply, length or len(ids), notes)
+    return await context.change("align", apply, length or len(ids), notes, in_steps=True)

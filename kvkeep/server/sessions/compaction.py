@@ -53,7 +53,7 @@ async def compact(body: CompactRequest, context: SessionDep) -> Response:
         )
         return report_fields(report)
 
-    return await context.change_in_steps("compact", apply)
+    return await context.change("compact", apply, in_steps=True)
 
 
 async def compact_before_turn(

@@ -80,8 +80,7 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
             report = session.replace(*token_range, new_ids, body.recompute, progress=progress)
         return dataclasses.asdict(report)
 
-    change = context.change if is_one_step else context.change_in_steps
-    return await change("edit", apply, len(new_ids))
+    return await context.change("edit", apply, len(new_ids), in_steps=not is_one_step)
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)
@@ -112,7 +111,9 @@ async def rewind(body: RewindRequest, context: SessionDep) -> Response:
     if not await context.rewinds_in_steps(lambda total: count):
         return await context.change("rewind", lambda session: session.rewind(count))
     progress = context.engine.yield_turn
-    return await context.change_in_steps("rewind", lambda session: session.rewind(count, progress))
+    return await context.change(
+        "rewind", lambda session: session.rewind(count, progress), in_steps=True
+    )
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)
@@ -133,4 +134,4 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
         del fields["chunks"]  # not a field of the response
         return fields
 
-    return await context.change_in_steps("compress", apply)
+    return await context.change("compress", apply, in_steps=True)

@@ -10,7 +10,7 @@ from fastapi import Depends, Header, Path
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from kvkeep.engine import SessionRecord
+from kvkeep.engine import SessionOperations, SessionRecord
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
@@ -45,32 +45,32 @@ class SessionContext(RequestContext):
     name: str
     revision: int | None  # that the session must have; None for any
 
-    async def find(self) -> SessionRecord:
-        """Return the session's record, without loading it from disk."""
-        return await wrap_future(self.engine.find(self.name, self.owner))
+    def find(self, operations: SessionOperations) -> SessionRecord:
+        """Return the session's record, loaded or not. Raises NoSuchSession, WrongRevision."""
+        record = operations.find(self.name, self.owner)
+        record.require_revision(self.revision)
+        return record
 
     async def change(
         self,
         operation: str,
         function: Callable[[Session], Any],
         added_tokens: int = 0,
-    ) -> JSONResponse:
-        """Apply a function that adds at most `added_tokens`; return the fields and its result."""
-        arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
-        return await self._changed(await wrap_future(self.engine.change(*arguments)))
-
-    async def change_in_steps(
-        self,
-        operation: str,
-        function: Callable[[Session], Any],
-        added_tokens: int = 0,
         notes: Mapping[str, Any] = MappingProxyType({}),
+        in_steps: bool = False,
     ) -> JSONResponse:
-        """Do as `change` with a function that calls `yield_turn`. notes: see `Engine.change`."""
-        arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
-        return await self._changed(
-            await wrap_future(self.engine.change_in_steps(*arguments, notes))
-        )
+        """Apply a function that adds at most `added_tokens`; return the fields and its result.
+
+        notes: see `Engine.change`. in_steps: whether the function calls `yield_turn`.
+        """
+
+        def apply(operations: SessionOperations) -> JSONResponse:
+            arguments = (self.name, self.owner, operation, function, self.revision, added_tokens)
+            result = operations.change(*arguments, notes)
+            return session_response(operations.find(self.name, self.owner), result=result)
+
+        run = self.engine.run_in_steps if in_steps else self.engine.run
+        return await wrap_future(run(apply))
 
     async def rewinds_in_steps(self, count_of: Callable[[int], int]) -> bool:
         """Whether a rewind evaluates more than one step. count_of: of the number of tokens."""
@@ -80,9 +80,6 @@ class SessionContext(RequestContext):
             return evaluated_by_rewind(memory, count_of(len(memory.tokens)))
 
         return (await self.inspect(self.name, num_evaluated) or 0) > DEFAULT_PREFILL_STEP
-
-    async def _changed(self, result: Any) -> JSONResponse:
-        return await self.inspect(self.name, lambda record: session_response(record, result=result))
 
 
 async def _session_context(
@@ -132,6 +129,13 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
 
 
 def session_response(record: SessionRecord, status: int = 200, **extra: Any) -> JSONResponse:
-    """Return a response with a session's fields and `extra`, and its revision as the ETag."""
-    headers = {"ETag": f'"{record.revision}"'}
-    return JSONResponse({**session_entry(record), **extra}, status, headers)
+    """Return a response with a session's fields and `extra`, and its revision as the ETag.
+
+    To be called in the engine's thread, in one operation with what is reported.
+    """
+    return entry_response({**session_entry(record), **extra}, status)
+
+
+def entry_response(entry: Mapping[str, Any], status: int = 200) -> JSONResponse:
+    """Return a response with the fields of `session_entry`, and the revision as the ETag."""
+    return JSONResponse(entry, status, {"ETag": f'"{entry["revision"]}"'})

@@ -221,19 +221,18 @@ async def _run(
     """
     stream = await context.generate(request, context.name, context.revision)
     if as_stream:
-        return sse_response(_stream_events(stream, context, reader, extra), error_event="error")
+        return sse_response(_stream_events(stream, reader, extra), error_event="error")
     (result,) = await context.collect(stream)
     if reader is not None:
         for sampled in result.tokens:
             reader.push(sampled.pieces)
         reader.push([result.finished.text])
         reader.finish()
-    return {**await _response(result, context, reader), **extra}
+    return {**_response(result, reader), **extra}
 
 
 async def _stream_events(
     stream: GenerationStream,
-    context: SessionContext,
     reader: OutputReader | None,
     extra: Mapping[str, Any],
 ) -> AsyncIterator[bytes]:
@@ -248,8 +247,7 @@ async def _stream_events(
             rest = _read([*reader.push([event.text]), *reader.finish()])
             if any(rest.values()):
                 yield sse_event({"token": None, **rest}, "token")  # text that was held back
-    response = await _response(stream.results[0], context, reader)
-    yield sse_event({**response, **extra}, "done")
+    yield sse_event({**_response(stream.results[0], reader), **extra}, "done")
 
 
 def _read(events: Sequence[OutputEvent]) -> dict[str, str]:
@@ -259,20 +257,15 @@ def _read(events: Sequence[OutputEvent]) -> dict[str, str]:
     return {"text": output.text, **reasoning}
 
 
-async def _response(
-    result: GenerationResult, context: SessionContext, reader: OutputReader | None
-) -> dict[str, Any]:
-    total_tokens, revision = await context.inspect(
-        context.name, lambda record: (len(record.live.tokens), record.revision)
-    )
-    output = None if reader is None else reader.output
+def _response(result: GenerationResult, reader: OutputReader | None) -> dict[str, Any]:
+    finished, output = result.finished, None if reader is None else reader.output
     return {
         "text": result.text if output is None else output.text,
         **({"reasoning": output.reasoning} if output and output.reasoning else {}),
         "tokens": [sampled.token for sampled in result.tokens],
-        "finish_reason": result.finished.reason,
-        "read": result.finished.usage.prompt,
-        "total_tokens": total_tokens,
-        "revision": revision,
-        "timings": llamacpp_timings(result.finished.usage),
+        "finish_reason": finished.reason,
+        "read": finished.usage.prompt,
+        "total_tokens": finished.total_tokens,
+        "revision": finished.revision,
+        "timings": llamacpp_timings(finished.usage),
     }

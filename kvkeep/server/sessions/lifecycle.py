@@ -1,15 +1,15 @@
 """Creating, listing, forking, saving and deleting sessions; and their snapshots."""
 
 from asyncio import to_thread, wrap_future
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.chat.compaction_items import is_handle
-from kvkeep.engine import Engine, SessionRecord
+from kvkeep.engine import Engine, SessionOperations
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.errors import StoreError
 from kvkeep.server.body_route import body_router
@@ -21,6 +21,7 @@ from kvkeep.server.sessions.entry import (
     SessionDep,
     SessionName,
     TokenIndex,
+    entry_response,
     session_entry,
     session_response,
 )
@@ -86,27 +87,34 @@ class TitleRequest(RequestBody):
 async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
     if body.from_snapshot is not None:
-        record = await _restore(body.from_snapshot, body.name, context)
-        if body.title is not None:
-            await wrap_future(context.engine.set_title(record.name, context.owner, body.title))
+        return await _restore(body.from_snapshot, body.name, body.title, context)
+    owner, settings = context.owner, body.settings()
+
+    def apply(operations: SessionOperations) -> Response:
+        record = operations.create(owner, body.name, title=body.title, **settings)
         return session_response(record, 201)
-    future = context.engine.create(context.owner, body.name, title=body.title, **body.settings())
-    return session_response(await wrap_future(future), 201)
+
+    return await wrap_future(context.engine.run(apply))
 
 
 @router.get("/v1/sessions")
 async def sessions(context: ContextDep, unnamed: bool = False) -> dict[str, Any]:
     """List sessions, most recently used first; `unnamed` includes cached prompts."""
-    records = await wrap_future(context.engine.sessions(context.owner, unnamed))
-    return {"object": "list", "data": [session_entry(record) for record in records]}
+
+    def entries(operations: SessionOperations) -> list[dict[str, Any]]:
+        return [session_entry(record) for record in operations.sessions(context.owner, unnamed)]
+
+    return {"object": "list", "data": await wrap_future(context.engine.run(entries))}
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
 async def retrieve(context: SessionDep) -> Response:
     """Return one session, without loading it from disk."""
-    record = await context.find()
-    record.require_revision(context.revision)
-    return session_response(record)
+
+    def view(operations: SessionOperations) -> Response:
+        return session_response(context.find(operations))
+
+    return await wrap_future(context.engine.run(view))
 
 
 @router.delete("/v1/sessions/{name}")
@@ -119,36 +127,49 @@ async def delete(context: SessionDep) -> dict[str, Any]:
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(body: ForkRequest, context: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    name, owner, at = context.name, context.owner, body.at
-    if at is not None and await context.rewinds_in_steps(lambda total: total - at):
-        engine_fork = partial(context.engine.fork_in_steps, name, owner, at)
-    else:
-        engine_fork = partial(context.engine.fork, name, owner, at)
-    future = engine_fork(body.name, context.revision, title=body.title)
-    return session_response(await wrap_future(future), 201)
+    engine, at = context.engine, body.at
+    in_steps = at is not None and await context.rewinds_in_steps(lambda total: total - at)
+
+    def apply(operations: SessionOperations) -> Response:
+        progress = engine.yield_turn if in_steps else None
+        source = (context.name, context.owner, at, body.name, context.revision)
+        record = operations.fork(*source, title=body.title, progress=progress)
+        return session_response(record, 201)
+
+    return await wrap_future((engine.run_in_steps if in_steps else engine.run)(apply))
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
 async def save(context: SessionDep) -> Response:
-    """Save a session; responds when it is on disk."""
-    await wrap_future(context.engine.save(context.name, context.owner, context.revision))
-    return session_response(await context.find())
+    """Save a session; responds when it is on disk, with what it was when it was saved."""
+    begin_save = context.engine.begin_save
+
+    def begin(operations: SessionOperations) -> tuple[dict[str, Any], Future[int]]:
+        record = context.find(operations)
+        saving = begin_save(record)
+        return session_entry(record), saving
+
+    entry, saving = await wrap_future(context.engine.run(begin))
+    return entry_response({**entry, "saved_revision": await wrap_future(saving)})
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(body: ResidentRequest, context: SessionDep) -> Response:
     """Set whether a session is kept in memory when others need space."""
-    engine, revision = context.engine, context.revision
-    await wrap_future(engine.pin(context.name, context.owner, body.resident, revision))
-    return session_response(await context.find())
+    arguments = (context.name, context.owner, body.resident, context.revision)
+    run = context.engine.run
+    return await wrap_future(run(lambda operations: session_response(operations.pin(*arguments))))
 
 
 @router.put("/v1/sessions/{name}/title", response_model=None)
 async def title(body: TitleRequest, context: SessionDep) -> Response:
     """Set what people call a session, as the web UI's list of conversations shows it."""
-    engine, revision = context.engine, context.revision
-    await wrap_future(engine.set_title(context.name, context.owner, body.title, revision))
-    return session_response(await context.find())
+    arguments = (context.name, context.owner, body.title, context.revision)
+
+    def apply(operations: SessionOperations) -> Response:
+        return session_response(operations.set_title(*arguments))
+
+    return await wrap_future(context.engine.run(apply))
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
@@ -195,9 +216,18 @@ async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, A
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues bit-exactly."""
-    return session_response(await _restore(name, body.name, context), 201)
+    return await _restore(name, body.name, None, context)
 
 
-async def _restore(label: str, name: str | None, context: RequestContext) -> SessionRecord:
+async def _restore(
+    label: str, name: str | None, title: str | None, context: RequestContext
+) -> Response:
     snapshot = await to_thread(context.engine.load_snapshot, label, context.owner)
-    return await wrap_future(context.engine.restore(snapshot, context.owner, name))
+
+    def apply(operations: SessionOperations) -> Response:
+        record = operations.restore(snapshot, context.owner, name)
+        if title is not None:
+            operations.set_title(record.name, context.owner, title)
+        return session_response(record, 201)
+
+    return await wrap_future(context.engine.run(apply))
