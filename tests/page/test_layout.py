@@ -65,6 +65,73 @@ def test_the_ends_of_long_titles_are_shown(
             assert link.locator(".cut").evaluate("(e) => e.scrollHeight <= e.clientHeight")
 
 
+def test_buttons_of_the_list_are_beside_the_title(page: Page, server: RunningServer) -> None:
+    create(server, "beside", turns=0, title=TITLES[0])
+    item = page.locator("#conversations li", has=page.locator('[data-name="beside"]'))
+    before = item.get_by_role("link").bounding_box()
+    item.hover()
+    rename = item.get_by_role("button", name="Rename")
+    expect(rename).to_be_visible()
+    link, button = item.get_by_role("link").bounding_box(), rename.bounding_box()
+    assert link is not None
+    assert button is not None
+    assert link == before
+    assert link["x"] + link["width"] <= button["x"]
+
+
+def test_the_way_back_from_a_branch_has_a_row_on_a_narrow_screen(
+    browser: Browser, server: RunningServer
+) -> None:
+    create(server, "long-origin", title=TITLES[0])
+    with server.client() as client:
+        fork = {"name": "of-long-origin", "title": TITLES[1]}
+        client.post("/v1/sessions/long-origin/fork", json=fork).raise_for_status()
+    for page in open_page(browser, server, {"width": 390, "height": 700}):
+        page.goto("/#/chat/of-long-origin")
+        origin = page.locator(".origin")
+        expect(origin).to_be_visible()
+        assert origin.evaluate("(e) => e.offsetWidth") > 300
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_buttons_are_large_enough_for_fingers(browser: Browser, server: RunningServer) -> None:
+    create(server, "touched", turns=2)
+    context = browser.new_context(
+        base_url=server.url,
+        viewport={"width": 360, "height": 700},
+        has_touch=True,
+        is_mobile=True,
+    )
+    page = context.new_page()
+    page.goto("/#/chat/touched")
+    expect(page.locator(".turn")).to_have_count(2)
+    page.get_by_role("button", name="Menu").click()
+    low = page.locator("button:visible, .button:visible, nav a:visible").evaluate_all(
+        "(all) => all.filter((e) => e.offsetHeight < 40).map((e) => e.textContent)"
+    )
+    tops = page.locator(".answer").last.locator("button")
+    rows = tops.evaluate_all("(all) => new Set(all.map((e) => e.offsetTop)).size")
+    context.close()
+    assert (low, rows) == ([], 1)
+
+
+@pytest.mark.parametrize("view", ["sessions", "operations"])
+def test_tables_show_that_they_scroll_on_a_narrow_screen(
+    browser: Browser, server: RunningServer, view: str
+) -> None:
+    """The column after the title is in view; the others are scrolled to."""
+    create(server, f"wide-{view}", title=TITLES[0])
+    for page in open_page(browser, server, {"width": 360, "height": 700}):
+        page.goto(f"/#/{view}")
+        expect(page.locator("td").first).to_be_visible()
+        expect(page.get_by_role("columnheader", name="Conversation")).to_be_in_viewport()
+        if view == "sessions":
+            expect(page.get_by_role("columnheader", name="Tokens", exact=True)).to_be_in_viewport()
+        page.locator(".scroll").evaluate("(e) => e.scrollTo(e.scrollWidth, 0)")
+        expect(page.get_by_role("columnheader").last).to_be_in_viewport()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
 def test_turns_have_the_numbers_of_the_memory_panel(page: Page, server: RunningServer) -> None:
     create(server, "numbered", turns=2)
     page.set_viewport_size({"width": 1440, "height": 900})

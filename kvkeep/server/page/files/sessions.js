@@ -57,7 +57,7 @@ function row(entry) {
   return h(
     "tr",
     {},
-    h("th", { scope: "row" }, sessionLink(entry.name, titleOf(entry)), entry.named ? null : h("small", {}, " cached prompt")),
+    h("th", { scope: "row", class: "name" }, sessionLink(entry.name, titleOf(entry)), entry.named ? null : h("small", {}, " cached prompt")),
     h("td", {}, inMemory ? number(entry.tokens) : ""),
     h("td", {}, inMemory ? `${number(entry.cells)}${budget}` : ""),
     h("td", {}, inMemory ? bytes(entry.bytes) : ""),
