@@ -5,13 +5,13 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { cellsOf, checkpointsOf, pinnable, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
+const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
-const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
+const { isUndoCopy, isUndoName, offeredStep, shownOperations } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
 const span = (start, end) => ({ start, end });
@@ -192,13 +192,35 @@ test("branches of a conversation have titles of their own", () => {
 });
 
 test("a message is warned of if memory does not hold it, or forgets much for it", () => {
-  const room = (fields) => ({ policy: "sliding", max_kv_size: 512, cells: 400, ...fields });
+  const runs = [{ standing: "forgotten", start: 0, count: 9 }];
+  const room = (fields) => ({ policy: "sliding", max_kv_size: 512, cells: 400, runs, ...fields });
   assert.equal(sizeWarning(112, room()), "");
   assert.equal(sizeWarning(120, room()), ""); // less than a quarter of the memory
   assert.match(sizeWarning(200, room()), /^About 200 tokens: 88 of the oldest/);
   assert.match(sizeWarning(1200, room()), /^About 1,200 tokens, but memory has 512 cells/);
   assert.match(sizeWarning(113, room({ policy: "full" })), /only 112 of 512 cells are free: it does not fit/);
   assert.equal(sizeWarning(9999, room({ max_kv_size: null })), "");
+});
+
+test("before memory is full for the first time, it is said that text will be forgotten", () => {
+  const room = (fields) => ({ policy: "sliding", max_kv_size: 512, cells: 300, ...fields });
+  assert.equal(sizeWarning(84, room()), ""); // a quarter of the budget is free for the answer
+  for (const tokens of [85, 212]) assert.match(sizeWarning(tokens, room()), /^Memory is nearly full: 212 of 512 cells are free\. .*begins to be forgotten: pin/);
+  assert.match(sizeWarning(100, room({ policy: "full" })), /nearly full.* The answer ends when it is full\.$/);
+  assert.equal(sizeWarning(100, room({ policy: "archive" })), "");
+  assert.equal(sizeWarning(100, room({ runs: [{ standing: "forgotten", start: 0, count: 1 }] })), ""); // it was said before
+});
+
+test("the next turn has the number after the highest", () => {
+  assert.equal(nextNumber({}), 1);
+  assert.equal(nextNumber({ "turn 2": span(0, 1), "turn 10": span(1, 2), "turn 10 answer": span(1, 2), opening: span(0, 1) }), 11);
+});
+
+test("an undo is one operation, and copies for it are none", () => {
+  const operation = (what, session, parent = null) => ({ what, session, parent });
+  const copy = "_undo.a.1.remove";
+  const log = [operation("delete", copy, "a"), operation("fork", "a", copy), operation("delete", "a"), operation("delete", "b"), operation("fork", "a-2", "a"), operation("edit", "a"), operation("fork", copy, "a")];
+  assert.deepEqual(shownOperations(log).map(({ what, session }) => [what, session]), [["undo", "a"], ["delete", "b"], ["fork", "a-2"], ["edit", "a"]]);
 });
 
 test("a note stays with its message until the text is another one", () => {

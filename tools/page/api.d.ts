@@ -85,6 +85,7 @@ interface Operation {
   seconds: number;
   nbytes: number;
   revision: number;
+  parent: string | null;
 }
 
 /** A prompt that was reused in part or not at all; `number` is missing in what /v1/prefix/explain returns. */

@@ -25,7 +25,7 @@ function withKey(headers) {
   return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...headers };
 }
 
-/** @typedef {{headers?: Record<string, string>, signal?: AbortSignal}} Options */
+/** @typedef {{headers?: Record<string, string>, signal?: AbortSignal, onOpen?: () => void}} Options  onOpen: called when a stream begins. */
 
 /**
  * Sends a request and returns the response. Throws ApiError for an error status.
@@ -67,6 +67,7 @@ export const send = async (method, path, body, options) => (await request(method
  */
 export async function* streamEvents(method, path, body, options) {
   const response = await request(method, path, body, options);
+  options?.onOpen?.();
   const stream = /** @type {ReadableStream<any>} */ (response.body);
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";

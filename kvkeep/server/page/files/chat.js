@@ -10,7 +10,7 @@ import { keptOf, titleOf } from "./chat_settings.js";
 import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
 import { fill, h, showStatus, statusText } from "./dom.js";
-import { debounce, onOperation } from "./live.js";
+import { debounce, isLive, onOperation } from "./live.js";
 import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
 import { noteElement } from "./message_note.js";
@@ -91,10 +91,17 @@ export class ChatView {
   async open(name) {
     this.name = name;
     this.frame.box.draft = takeDraft(name);
-    if (name !== null) this.frame.restore(keptView(name));
+    const focused = document.activeElement;
     if (name === null) this.drawWelcome();
-    else await this.load();
-    if (this.edits) this.frame.box.focus();
+    else {
+      const entry = knownSessions().find((known) => known.name === name);
+      this.frame.setTitle(entry ? titleOf(entry) : "Loading...");
+      this.frame.welcome("Loading...");
+      this.frame.restore(keptView(name));
+      await this.load();
+    }
+    const hasActed = ![focused, document.body].includes(document.activeElement);
+    if (this.edits && !hasActed) this.frame.box.focus();
   }
 
   get path() {
@@ -121,10 +128,12 @@ export class ChatView {
 
   // Follows a generation: this page's own by its memory alone, as its text is streamed.
   async watch() {
+    if (!isLive()) return null;
     if (!this.answers.running) return this.memory?.busy ? this.reload() : null;
     if (this.name === null) return null;
     const memory = await get(`${this.path}/memory`).catch(() => null);
     if (!memory || !this.answers.running || this.signal.aborted) return null;
+    this.answers.sayIfForgetting(memory);
     const start = this.turns.at(-1)?.end || 0;
     const newest = { label: "newest turn", number: 0, start, end: memory.tokens, parts: [] };
     return this.frame.drawMemory(memory, memory.tokens > start ? [...this.turns, newest] : this.turns);

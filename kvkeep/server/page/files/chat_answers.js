@@ -5,9 +5,9 @@ import { get, messageOf, send, streamEvents } from "./api.js";
 import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, number, showStatus } from "./dom.js";
-import { openTurn } from "./message.js";
+import { openTurn, systemElement } from "./message.js";
 import { keepNote } from "./message_note.js";
-import { countOf, isAsked } from "./turns.js";
+import { countOf, isAsked, nextNumber } from "./turns.js";
 import { dropObsolete } from "./undo.js";
 
 const SETTLE_TRIES = 100;
@@ -22,6 +22,7 @@ export class ChatAnswers {
     this.running = null; // while an answer is generated
     /** @type {string | null} */
     this.finishReason = null; // of the last answer, if it was not stopped
+    this.mayForget = false; // whether it is still to be said that older text is forgotten
     /** @type {number | null} */
     this.appendedRevision = null; // in which the session's tokens are those of before, and an answer
   }
@@ -73,11 +74,12 @@ export class ChatAnswers {
     const { chat } = this;
     const { memory } = chat;
     if (!memory) return;
-    const turn = openTurn(content);
+    const turn = openTurn(content, { number: nextNumber(memory.spans) });
     if (!chat.turns.length) fill(chat.frame.log);
+    const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
+    if (system.system) chat.frame.log.append(systemElement(system.system));
     chat.frame.log.append(turn.element);
     chat.frame.goToEnd();
-    const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
     const body = { content, stream: true, max_tokens: longestAnswer(memory), ...system, ...keptOf(memory.name).sampling };
     await this.stream(body, turn);
   }
@@ -86,7 +88,7 @@ export class ChatAnswers {
   async continueAnswer() {
     const memory = /** @type {Memory} */ (this.chat.memory);
     const { sampling } = keptOf(memory.name);
-    const turn = openTurn(null);
+    const turn = openTurn(null, { bar: this.chat.frame.lastAnswerBar() });
     this.chat.frame.log.append(turn.element);
     await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn);
   }
@@ -95,7 +97,9 @@ export class ChatAnswers {
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn */
   async stream(body, turn) {
     const { chat } = this;
-    const { tokens: before } = /** @type {Memory} */ (chat.memory);
+    const memory = /** @type {Memory} */ (chat.memory);
+    const { tokens: before } = memory;
+    this.mayForget = !countOf(memory, "forgotten");
     this.running = new AbortController();
     chat.frame.box.setStoppable(true);
     const { signal } = this.running;
@@ -139,10 +143,17 @@ export class ChatAnswers {
     }
   }
 
+  // Says once that this answer, or its message, made memory full.
+  /** @param {Memory} memory */
+  sayIfForgetting(memory) {
+    if (!this.mayForget || !countOf(memory, "forgotten")) return;
+    this.mayForget = false;
+    showStatus(NOW_FORGETS);
+  }
+
   // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.
   /** @param {import("./message_note.js").Note | null} note */
   async settle(note) {
-    const forgotten = this.chat.memory ? countOf(this.chat.memory, "forgotten") : 0;
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (!this.chat.memory?.busy) break;
@@ -150,7 +161,7 @@ export class ChatAnswers {
     }
     const { memory, turns } = this.chat;
     if (!memory) return;
-    if (!forgotten && countOf(memory, "forgotten")) showStatus(NOW_FORGETS);
+    this.sayIfForgetting(memory);
     const part = turns.at(-1)?.parts.at(-1);
     if (part?.role === "answer") keepNote(memory.name, part, note);
     this.chat.draw();

@@ -37,7 +37,7 @@ export class ChatFrame {
     this.nextPlace = null; // that the turns are shown at when they are first drawn
     this.settlingFrames = 0; // in which the view still goes to the end
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
-    this.heading = h("h1", {}, "New chat");
+    this.heading = h("h1");
     this.origin = h("p", { class: "origin", hidden: true });
     this.buttons = h("div", { class: "actions" });
     this.box = composer(handlers.say, handlers.stop, handlers.settings, handlers.room);
@@ -172,6 +172,11 @@ export class ChatFrame {
     // A disabled button with the focus would get no keys in some browsers: Escape stops an answer.
     if (isBusy && focused?.matches("button.change")) focused.blur();
     for (const button of this.log.querySelectorAll("button.change")) button.disabled = isBusy;
+  }
+
+  // Returns the buttons and notes of the answer at the end, if there is one.
+  lastAnswerBar() {
+    return this.log.querySelector(".turn:last-child > .answer:last-child > .message-bar");
   }
 
   // Shows paragraphs in place of turns.

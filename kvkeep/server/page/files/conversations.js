@@ -3,7 +3,7 @@
 import { ApiError, messageOf, send } from "./api.js";
 import { BRANCH_MARK, drop, keptOf, titleOf } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
-import { debounce, onOperation } from "./live.js";
+import { debounce, isLive, onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { isUndoName, undoNamesOf } from "./undo.js";
 
@@ -16,7 +16,7 @@ const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
  * @param {HTMLElement} container @param {boolean} edits
  */
 export function conversations(container, edits) {
-  const search = h("input", { type: "search", id: "search", placeholder: "Search (Ctrl+K)", "aria-label": "Search conversations" });
+  const search = h("input", { type: "search", id: "search", placeholder: "Search titles (Ctrl+K)", "aria-label": "Search titles of conversations" });
   const list = h("ul", { class: "conversation-list" });
   const others = h("ul", { class: "conversation-list" });
   const otherPart = h("details", { class: "others", hidden: true }, h("summary", {}, "Prompts of other clients"), others);
@@ -34,7 +34,7 @@ export function conversations(container, edits) {
     fill(list, named.map(([entry, depth]) => item(entry, depth, edits, reload)));
     fill(others, unnamed.map((entry) => item(entry, 0, false, reload)));
     otherPart.hidden = !unnamed.length;
-    hint.textContent = named.length ? "" : query ? "Nothing found." : "No conversations yet.";
+    hint.textContent = named.length ? "" : !latest ? "Loading..." : query ? "Nothing found." : "No conversations yet.";
     if (focused) [...container.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     markLinks();
   };
@@ -71,7 +71,7 @@ export function conversations(container, edits) {
   });
   window.addEventListener("hashchange", markLinks);
   document.addEventListener("conversations", () => reload().then(draw)); // a title may have changed
-  setInterval(() => document.hidden || reload(), RELOAD_EVERY);
+  setInterval(() => document.hidden || !isLive() || reload(), RELOAD_EVERY);
   const always = new AbortController().signal;
   onOperation(debounce(reload), always);
   onSessions(show, always);

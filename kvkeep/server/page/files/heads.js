@@ -25,6 +25,8 @@ export async function heads(container, { signal, parts }) {
   const showHead = async (/** @type {number} */ layer, /** @type {number} */ head) => {
     /** @type {{positions: number[], residual: number[], end: number}} */
     const { positions, residual, end } = await get(`${path}?layer=${layer}&head=${head}`);
+    const url = `#/sessions/${name}/heads/${layer}/${head}`;
+    history.replaceState(null, "", url); // the view stays
     const marks = positions.map((at) => h("span", { style: { left: `${(100 * at) / Math.max(1, end)}%` } }));
     const note = residual.length ? `, ${number(residual.length)} of them residual (means of evicted cells)` : "";
     fill(
@@ -42,6 +44,7 @@ export async function heads(container, { signal, parts }) {
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Cells" }, table),
   );
   await reload();
+  if (parts[2]) await showHead(Number(parts[2]), Number(parts[3]));
 }
 
 /**

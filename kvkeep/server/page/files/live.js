@@ -3,6 +3,7 @@
 import { ApiError, streamEvents } from "./api.js";
 
 const RATE_WINDOW = 10_000; // milliseconds
+const LONGEST_WAIT = 8000; // milliseconds between two attempts to connect
 /** @type {Set<(operation: Operation | null) => void>} */
 const listeners = new Set();
 /** @type {Map<string, [number, number][]>} */
@@ -26,20 +27,31 @@ export function rate(session) {
   return recent.reduce((sum, [, tokens]) => sum + tokens, 0) / (RATE_WINDOW / 1000);
 }
 
+let live = false;
+
+/** Whether the server answers; while it does not, nothing is polled. */
+export const isLive = () => live;
+
 // Follows the server's operations, reconnecting for ever. onState receives "live" or "not connected".
 /** @param {(state: string) => void} onState */
 export async function followOperations(onState) {
+  let failures = 0;
+  const onOpen = () => {
+    const isAgain = failures > 0;
+    [live, failures] = [true, 0];
+    onState("live");
+    if (isAgain) for (const listener of listeners) listener(null); // operations may have been missed
+  };
   for (;;) {
     try {
-      const events = streamEvents("GET", "/v1/events");
-      onState("live");
-      for await (const [, operation] of events) dispatch(operation);
+      for await (const [, operation] of streamEvents("GET", "/v1/events", null, { onOpen })) dispatch(operation);
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) return;
     }
+    live = false;
     onState("not connected");
-    await new Promise((resolve) => setTimeout(resolve, 2000));
-    for (const listener of listeners) listener(null); // operations may have been missed
+    await new Promise((resolve) => setTimeout(resolve, Math.min(LONGEST_WAIT, 1000 * 2 ** failures)));
+    failures += 1;
   }
 }
 

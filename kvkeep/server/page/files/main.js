@@ -18,7 +18,7 @@ const VIEWS = [
   [/^#\/tree$/, async () => (await import("./tree.js")).tree],
   [/^#\/operations$/, async () => (await import("./operations.js")).operations],
   [/^#\/missed(?:\/(\d+))?$/, () => misses],
-  [/^#\/sessions\/([^/]+)\/heads$/, async () => (await import("./heads.js")).heads],
+  [/^#\/sessions\/([^/]+)\/heads(?:\/(\d+)\/(\d+))?$/, async () => (await import("./heads.js")).heads],
   [/^#\/sessions\/([^/]+)(?:\/at\/(\d+))?$/, async () => (await import("./session.js")).session],
 ];
 

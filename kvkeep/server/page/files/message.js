@@ -74,14 +74,21 @@ const folded = (summary, text, open) =>
   );
 
 /**
- * Creates the turn that is being answered. push adds text; note shows progress before there is some.
- * @param {string | null} question null to continue an answer
+ * Creates a system prompt that is not in memory yet.
+ * @param {string} text
  */
-export function openTurn(question) {
+export const systemElement = (text) => turnElement({ label: "system", number: 0, start: 0, end: 0, parts: [{ label: "", role: "system", start: 0, end: 0, text }] }, () => []);
+
+/**
+ * Creates the turn that is being answered. push adds text; note shows progress before there is some.
+ * @param {string | null} question null to continue an answer, or to begin it
+ * @param {{number?: number, bar?: Element | null}} [options] number: of the turn. bar: of the answer that is continued, which moves below the new text
+ */
+export function openTurn(question, { number, bar } = {}) {
   const content = h("div", { class: "content" });
   const progress = h("p", { class: "hint", role: "status" }, "Waiting...");
-  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, h("div", { class: "message-bar" })); // bars have the place of the buttons to come
-  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question), h("div", { class: "message-bar" }, copyButton(() => question)));
+  const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, bar || h("div", { class: "message-bar" })); // bars have the place of the buttons to come
+  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question), h("div", { class: "message-bar" }, copyButton(() => question), h("span", { class: "turn-number" }, `Turn ${number}`)));
   const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
   let [reasoning, text] = ["", ""];
   let timer = 0;

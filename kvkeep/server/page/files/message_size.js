@@ -4,27 +4,39 @@ import { send } from "./api.js";
 import { debounce } from "./live.js";
 
 const REFUSING = ["full", "self_extend"]; // policies that evict nothing
-const LARGE = 0.25; // of the budget: a message below it is not warned of while older text goes
+const LARGE = 0.25; // of the budget: a message below it is not warned of while older text goes, and an answer takes no more, as a rule
 
-/** @typedef {{policy: string, max_kv_size: number | null, cells: number}} Room */
+/** @typedef {{policy: string, max_kv_size: number | null, cells: number, runs?: Run[]}} Room */
 
 /** @param {number} value */
 const count = (value) => value.toLocaleString("en-US");
 
 /**
- * Returns a warning of a message that does not fit, or for which much is forgotten; "" if there is none.
+ * Returns a warning of a message that does not fit, or for which older text is forgotten, at first or much of it; "" if there is none.
  * @param {number} tokens of the message @param {Room} room
  */
-export function sizeWarning(tokens, { policy, max_kv_size, cells }) {
+export function sizeWarning(tokens, room) {
+  const { policy, max_kv_size, cells } = room;
   if (!max_kv_size) return "";
   const free = max_kv_size - cells;
   const start = `About ${count(tokens)} tokens`;
-  if (tokens <= free) return "";
+  if (tokens <= free) return free - tokens < LARGE * max_kv_size ? nearlyFullText(room) : "";
   if (REFUSING.includes(policy)) return `${start}, but only ${count(free)} of ${count(max_kv_size)} cells are free: it does not fit, and will be refused.`;
   if (tokens >= max_kv_size) {
     return `${start}, but memory has ${count(max_kv_size)} cells: before the model answers it will have forgotten the conversation and the beginning of this message. Send it in parts, or begin a chat with a larger budget (Settings).`;
   }
-  return tokens < LARGE * max_kv_size ? "" : `${start}: ${count(tokens - free)} of the oldest in memory are forgotten for them.`;
+  return tokens < LARGE * max_kv_size ? nearlyFullText(room) : `${start}: ${count(tokens - free)} of the oldest in memory are forgotten for them.`;
+}
+
+/**
+ * Returns a warning before memory is full for the first time; "" once text is forgotten, or compressed by itself.
+ * @param {Room} room
+ */
+function nearlyFullText({ policy, max_kv_size, cells, runs = [] }) {
+  if (policy === "archive" || runs.some(({ standing }) => standing === "forgotten")) return "";
+  const start = `Memory is nearly full: ${count(Number(max_kv_size) - cells)} of ${count(Number(max_kv_size))} cells are free.`;
+  if (REFUSING.includes(policy)) return `${start} The answer ends when it is full.`;
+  return `${start} With this message and its answer the oldest text begins to be forgotten: pin what must stay.`;
 }
 
 /**
@@ -40,9 +52,8 @@ export function watchSize(room, show) {
   }, 300);
   return (/** @type {string} */ written) => {
     text = written;
-    const { max_kv_size, cells } = room();
     const mostTokens = new Blob([text]).size; // a token has a byte at least
-    if (!max_kv_size || mostTokens <= max_kv_size - cells) show("");
-    else measure();
+    if (text.trim() && sizeWarning(mostTokens, room())) measure();
+    else show("");
   };
 }

@@ -4,8 +4,8 @@ import { get } from "./api.js";
 import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { onOperation } from "./live.js";
-import { fetchSessions, knownSessions } from "./session_list.js";
-import { isUndoName } from "./undo.js";
+import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
+import { shownOperations } from "./undo.js";
 
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
@@ -13,13 +13,26 @@ const MAX_ROWS = 200;
 /** @param {HTMLElement} container @param {View} view */
 export async function operations(container, { signal }) {
   const rows = h("tbody");
-  const [{ data }, entries] = await Promise.all([get(PATH), fetchSessions()]);
-  fill(rows, data.filter(isShown).map((/** @type {Operation} */ operation) => row(operation, entries)));
+  /** @type {Operation[]} */
+  let log = [];
+  let drawn = "";
+  const draw = () => {
+    const [shown, entries] = [shownOperations(log), knownSessions()];
+    const latest = JSON.stringify([shown, entries.map(({ name, title: given }) => [name, given])]);
+    if (latest !== drawn) fill(rows, shown.map((operation) => row(operation, entries)));
+    drawn = latest;
+  };
+  const reload = async () => {
+    [{ data: log }] = await Promise.all([get(PATH), fetchSessions()]);
+    if (!signal.aborted) draw();
+  };
   onOperation((operation) => {
-    if (!operation || !isShown(operation)) return;
-    rows.prepend(row(operation, null));
-    while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
+    if (!operation) return reload().catch(() => {}); // the connection's state is shown elsewhere
+    log = [operation, ...log].slice(0, MAX_ROWS);
+    return draw();
   }, signal);
+  onSessions(draw, signal); // names have become links, or are none any more
+  await reload();
   const names = ["Time", "Operation", "Conversation", "Tokens", "Milliseconds", "Bytes", "Revision"];
   fill(
     container,
@@ -32,21 +45,16 @@ export async function operations(container, { signal }) {
   );
 }
 
-// Copies for Undo are this page's own.
-/** @param {Operation} operation */
-const isShown = ({ session }) => !isUndoName(session);
-
-/** @param {Operation} operation @param {SessionEntry[] | null} entries those that are there; null if that is not known */
+/** @param {Operation} operation @param {SessionEntry[]} entries those that are there */
 function row(operation, entries) {
   const name = operation.session;
-  const entry = (entries || knownSessions()).find((known) => known.name === name);
-  const isLinked = entry || (!entries && operation.what !== "delete");
+  const entry = entries.find((known) => known.name === name);
   return h(
     "tr",
     {},
     h("td", {}, clock(operation.when)),
     h("td", {}, operation.what === "fork" ? "branch" : operation.what),
-    h("td", {}, isLinked ? sessionLink(name, entry ? titleOf(entry) : name) : name),
+    h("td", { class: "name" }, entry ? sessionLink(name, titleOf(entry)) : name),
     h("td", {}, number(operation.tokens)),
     h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer
     h("td", {}, bytes(operation.nbytes)),

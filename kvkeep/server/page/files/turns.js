@@ -33,12 +33,19 @@ export function turnsOf(memory, texts) {
   return turns.map((turn, at) => (turns.findIndex(({ label }) => label === turn.label) < at ? { ...turn, label: `${turn.label} (${turn.start})` } : turn));
 }
 
-/** @param {Record<string, Span>} spans @param {string[]} texts @returns {Turn[]} */
-function namedTurns(spans, texts) {
-  const numbers = Object.keys(spans)
+/** @param {Record<string, Span>} spans */
+const turnNumbers = (spans) =>
+  Object.keys(spans)
     .map((label) => /^turn (\d+)$/.exec(label))
     .flatMap((match) => (match ? [Number(match[1])] : []))
     .sort((a, b) => a - b);
+
+/** Returns the number of a session's next turn. @param {Record<string, Span>} spans */
+export const nextNumber = (spans) => (turnNumbers(spans).at(-1) || 0) + 1;
+
+/** @param {Record<string, Span>} spans @param {string[]} texts @returns {Turn[]} */
+function namedTurns(spans, texts) {
+  const numbers = turnNumbers(spans);
   if (!numbers.length) return [];
   /** @param {string} label @param {Role} role @returns {Part[]} */
   const part = (label, role) => {

@@ -1,0 +1,59 @@
+"""Web UI: a server that is slow to answer, or gone."""
+
+from contextlib import suppress
+
+from page.conftest import create
+from playwright.sync_api import Error, Page, Route, expect
+from server.conftest import RunningServer
+
+
+def test_a_slow_server_leaves_a_page_that_says_it_loads(page: Page, server: RunningServer) -> None:
+    """What is done meanwhile keeps the focus."""
+    create(server, "slow")
+    page.goto("/#/chat/slow")
+    expect(page.locator(".turn")).to_have_count(1)
+    held: list[Route] = []
+    for path in ("**/v1/sessions?unnamed=true", "**/v1/sessions/slow/memory"):
+        page.route(path, lambda route: held.append(route))
+    page.reload()
+    expect(page.locator("h1")).to_have_text("Loading...")
+    expect(page.locator(".log")).to_have_text("Loading...")
+    expect(page.locator("#conversations")).to_contain_text("Loading...")
+    expect(page.locator("body")).not_to_contain_text("No conversations yet")
+    page.locator("#search").click()
+    page.unroute_all()
+    for route in held:
+        with suppress(Error):  # of the page before it was loaded again
+            route.continue_()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("h1")).to_have_text("slow")
+    expect(page.locator('#conversations [data-name="slow"]')).to_be_visible()
+    expect(page.locator("#search")).to_be_focused()
+
+
+def test_a_page_asks_a_server_that_is_gone_for_its_return_alone(
+    page: Page, server: RunningServer
+) -> None:
+    """The note that it is gone covers nothing."""
+    create(server, "gone")
+    page.goto("/#/chat/gone")
+    expect(page.locator("#words")).to_be_focused()
+    page.route("**/v1/events", lambda route: route.abort())
+    page.reload()
+    note = page.get_by_role("alert")
+    expect(note).to_be_visible()
+    expect(page.locator(".turn")).to_have_count(1)
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 700})
+        bottom = note.evaluate("(e) => e.getBoundingClientRect().bottom")
+        assert note.evaluate("(e) => e.scrollHeight <= e.clientHeight")
+        tops = "(all) => all.map((e) => e.getBoundingClientRect().top)"
+        shown = page.locator("h1:visible, button:visible, .button:visible")
+        assert min(shown.evaluate_all(tops)) >= bottom
+        expect(page.locator("#words")).to_be_in_viewport(ratio=1)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.partition("/v1/")[2]))
+    page.wait_for_timeout(5000)  # longer than the page waits before it loads the list again
+    assert set(asked) == {"events"}
+    page.unroute_all()
+    expect(note).to_be_hidden()
