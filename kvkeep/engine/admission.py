@@ -98,6 +98,7 @@ class Admission:
             raise
         record.activity = "generating"
         record.last_used = time.monotonic()
+        record.suggest_title(request.title)
         first.start(feeding, reuse)
         self.scheduler.running.append(first)
         self._followers[first] = followers

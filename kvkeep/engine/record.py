@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _log = logging.getLogger("kvkeep.engine")
 # Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
 # forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
 _STORAGE_FACTOR = 9 / 8
+
+_GENERATED_NAME = re.compile(r"(s-|resp_)[0-9a-f]{16,}")  # by a registry, or for a response
 
 Activity = Literal["idle", "generating", "changing"]
 
@@ -87,6 +90,11 @@ class SessionRecord:
         """The session, which must be in memory."""
         assert self.session is not None, "the session must be loaded first"
         return self.session
+
+    def suggest_title(self, title: str) -> None:
+        """Set a title if there is none, and the name was generated."""
+        if title and self.title is None and _GENERATED_NAME.fullmatch(self.name):
+            self.title = title
 
     @property
     def rounded(self) -> str:

@@ -39,6 +39,7 @@ class GenerationRequest:
     # it keeps what it holds or another session holds. Otherwise the prompt follows its text.
     whole_text: bool = False
     pins: tuple[PinRequest, ...] = ()  # of the session's first tokens, when it has ended
+    title: str = ""  # for its session, if that has none and nobody has named it
     written_tokens: int = 0  # of the prompt, that were sampled for earlier requests; for `Usage`
     # Called in the engine's thread when the generation has ended in any way, with the session, the
     # number of prefilled prompt tokens, and the number of generated tokens.

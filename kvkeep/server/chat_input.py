@@ -16,6 +16,14 @@ from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.service import GenerationResult, RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
+_TITLE_LENGTH = 60  # characters
+
+
+def title_for(text: str) -> str:
+    """Return a title of a conversation that begins with a text, as the web UI gives it."""
+    line = text.strip().partition("\n")[0].strip()
+    return line if len(line) <= _TITLE_LENGTH else f"{line[: _TITLE_LENGTH - 3]}..."
+
 
 class EarlyEnd:
     """A constraint that ends a generation once `ended` is set; until then another one or none.
@@ -104,6 +112,12 @@ class ChatInput:
     def written_tokens(self) -> int:
         """How many tokens of the history are those that the model sampled."""
         return self.prompt.written_tokens
+
+    @property
+    def title(self) -> str:
+        """The beginning of the first user message, as a title; "" without one."""
+        texts = (message.text for message in self.chat.messages if message.role == "user")
+        return title_for(next(texts, ""))
 
     def new_reader(self, result: GenerationResult | None = None) -> OutputReader:
         """Return a reader for a generation's answer.

@@ -159,6 +159,27 @@ def test_a_title_is_kept_over_forks_and_a_restart(smollm2: Model, tmp_path: Path
         assert client.get("/v1/sessions/a/memory").json()["title"] == "Rivers"
 
 
+def test_a_session_that_nobody_named_has_the_first_user_message_as_its_title(
+    client: httpx.Client,
+) -> None:
+    """Its first line, cut at 60 characters. A name that a client chose stays the title."""
+    long = "Compare the rivers of Peru with those of Chile, and draw a table.\nOf five."
+    title = "Compare the rivers of Peru with those of Chile, and draw ..."
+    chosen, generated = (
+        client.post("/v1/sessions", json=body).json()["name"] for body in ({"name": "own"}, {})
+    )
+    for name in (chosen, generated):
+        post_action(client, name, "turns", content=long, max_tokens=1)
+        post_action(client, name, "turns", content="And of Bolivia?", max_tokens=1)
+    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": long}]
+    chat = {"messages": messages, "max_tokens": 1}
+    client.post("/v1/chat/completions", json=chat).raise_for_status()
+    entries = client.get("/v1/sessions?unnamed=true").json()["data"]
+    titles = {entry["name"]: entry["title"] for entry in entries}
+    assert (titles["own"], titles[generated]) == (None, title)
+    assert next(entry["title"] for entry in entries if not entry["named"]) == title
+
+
 def test_residual_cells_are_shown_as_such(client: httpx.Client) -> None:
     name = create(client, policy="full", max_kv_size=1024)
     post_action(client, name, "feed", text=TEXT[:1500])

@@ -48,6 +48,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         limit,
         pins=pins,
         written_tokens=prompt.written_tokens,
+        title=prompt.title,
         **body.own_settings(context),
     )
     prompt, samplings = await prompt.constrain(

@@ -39,7 +39,7 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     prompt = await chat_input(context, body.chat(), body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
-    request = replace(request, written_tokens=prompt.written_tokens)
+    request = replace(request, written_tokens=prompt.written_tokens, title=prompt.title)
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )

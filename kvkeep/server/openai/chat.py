@@ -41,6 +41,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         pins=body.pins(len(prompt.ids)),
         **body.own_settings(context),
         written_tokens=prompt.written_tokens,
+        title=prompt.title,
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
     budget = body.max_reasoning_tokens

@@ -195,6 +195,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
             pins=body.pins(len(prompt.ids)),
             **body.own_settings(context),
             written_tokens=prompt.written_tokens,
+            title=prompt.title,
             whole_text=name is not None and not prepared_tokens,
         )
         stream = await _submit(request, name, STREAM_PATIENCE if body.stream else None, context)

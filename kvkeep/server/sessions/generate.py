@@ -26,6 +26,7 @@ from kvkeep.engine import (
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.body_route import body_router
+from kvkeep.server.chat_input import title_for
 from kvkeep.server.ignored_fields import SESSION_RULES
 from kvkeep.server.limits import MAX_TOKENS, LongText, Messages, TokenIds
 from kvkeep.server.notices import Notices
@@ -173,7 +174,10 @@ def _turn_request(
         chat.end_turn()
 
     return GenerationRequest(
-        tuple(ids), body.max_tokens, sampling, speculate=body.speculate, on_end=on_end
+        *(tuple(ids), body.max_tokens, sampling),
+        title=title_for(question),
+        speculate=body.speculate,
+        on_end=on_end,
     )
 
 
