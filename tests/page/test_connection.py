@@ -57,3 +57,24 @@ def test_a_page_asks_a_server_that_is_gone_for_its_return_alone(
     assert set(asked) == {"events"}
     page.unroute_all()
     expect(note).to_be_hidden()
+
+
+def test_the_box_has_the_focus_once_a_conversation_is_loaded(
+    page: Page, server: RunningServer
+) -> None:
+    """Although the list, whose link was pressed, is drawn again meanwhile."""
+    create(server, "pressed-in-list")
+    link = page.locator('#conversations [data-name="pressed-in-list"]')
+    held: list[Route] = []
+    page.route("**/v1/sessions/pressed-in-list/memory", lambda route: held.append(route))
+    link.click()
+    with server.client() as client:
+        title = {"title": "Drawn again"}
+        client.put("/v1/sessions/pressed-in-list/title", json=title).raise_for_status()
+    expect(link).to_contain_text("Drawn again")
+    while not held:
+        page.wait_for_timeout(20)
+    held[0].continue_()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("#words")).to_be_focused()
+    page.unroute_all()

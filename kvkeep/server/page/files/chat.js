@@ -91,7 +91,7 @@ export class ChatView {
   async open(name) {
     this.name = name;
     this.frame.box.draft = takeDraft(name);
-    const focused = document.activeElement;
+    const focused = focusNow();
     if (name === null) this.drawWelcome();
     else {
       const entry = knownSessions().find((known) => known.name === name);
@@ -100,8 +100,7 @@ export class ChatView {
       this.frame.restore(keptView(name));
       await this.load();
     }
-    const hasActed = ![focused, document.body].includes(document.activeElement);
-    if (this.edits && !hasActed) this.frame.box.focus();
+    if (this.edits && [focused, document.body].includes(focusNow())) this.frame.box.focus(); // or else it was moved meanwhile
   }
 
   get path() {
@@ -273,6 +272,9 @@ export class ChatView {
     [this.name, this.memory, this.texts, this.turns] = [name, null, [], []];
   }
 }
+
+// What has the focus: a link by where it leads, as a list that is drawn again has others.
+const focusNow = () => document.activeElement?.getAttribute("href") || document.activeElement;
 
 /**
  * Returns the conversation that a branch left, or that another one was begun from; null if that is not there, or there was none.
