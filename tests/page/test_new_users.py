@@ -61,7 +61,7 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
         assert page.locator(".turn-card button").first.evaluate(_IS_ON_TOP)
         page.get_by_role("button", name="Close the memory panel").click()
         expect(page.locator(".memory-panel")).to_be_hidden()
-        expect(page.locator(".turn.selected button.memory").first).to_be_focused()
+        expect(page.locator(".turn-bars button").last).to_be_focused()
 
 
 def test_the_buttons_of_a_long_dialog_are_in_view(browser: Browser, server: RunningServer) -> None:
