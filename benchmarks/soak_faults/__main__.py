@@ -2,70 +2,31 @@
 
     python -m benchmarks.soak_faults --operations 5000 --out soak-faults.json
 
-Users with two keys create, feed, edit, fork, save and delete sessions, and know after each change
-what a session must hold. A seeded schedule kills, restarts and stops the server, fills its disk,
-makes its store read-only and moves its clock (by libfaketime, `--clock-library`). The command ends
-at the first violation, with the seed and the operation.
+Users with two keys create, feed, edit, align, compress, fork, restore, save and delete sessions,
+take turns in them, and know after each change what a session must hold. They also ask questions
+without a session, whose answers must stay the same. A seeded schedule kills, restarts and stops
+the server, fills its disk, makes its store read-only and moves its clock (by libfaketime,
+`--clock-library`). The command ends at the first violation, with the seed and the operation.
 """
 
 import shutil
 import tempfile
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-import torch
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
 from benchmarks.soak_faults.faults import KEYS, FaultyServer, schedule
-from benchmarks.soak_faults.records import Record, UserSession, replay_changes
+from benchmarks.soak_faults.records import Record
+from benchmarks.soak_faults.replay import Replayer
 from benchmarks.soak_faults.users import User
-from kvkeep import Model, Sampling, Snapshot, load_model
-from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
-from kvkeep.errors import KvkeepError, StoreError
+from kvkeep import load_model
+from kvkeep.errors import KvkeepError
 from kvkeep.models.hub.source import resolve
 from kvkeep.storage.files.atomic import write_json
-
-
-class Replayer:
-    """Compares saved sessions with sessions of this process that make the same changes."""
-
-    def __init__(self, model: Model, store: Path) -> None:
-        self._model, self._store, self._lock = model, store, threading.Lock()
-
-    def __call__(self, held: UserSession) -> str | None:
-        """Return the difference of a saved session from its replay; None if all bits are equal."""
-        with self._lock:
-            session = self._model.session(
-                512, policy=held.policy, prefill_step=DEFAULT_PREFILL_STEP
-            )
-            replay_changes(session, held.points, Sampling())
-            expected = held.points[-1].tokens
-            if tuple(session.tokens) != expected:
-                return f"the replay has tokens {session.tokens}; expected {expected}"
-            saved = self._saved(expected)
-            if saved is None:
-                return f"{self._store} has no file of the saved session {held.name}"
-            logits, saved_logits = session.logits, saved.logits
-            assert logits is not None
-            if saved_logits is None or not torch.equal(saved_logits, logits):
-                changes = [(point.change, len(point.tokens)) for point in held.points]
-                history = f"{held.policy}, {changes}, {held.events}"
-                return f"its saved logits differ from the replay's: {history}"
-            return None
-
-    def _saved(self, tokens: tuple[int, ...]) -> Snapshot | None:
-        for path in self._store.rglob("*.kvkeep"):
-            try:
-                snapshot = Snapshot.load(path)
-            except (StoreError, FileNotFoundError):
-                continue  # deleted meanwhile
-            if tuple(snapshot.tokens.tolist()) == tokens:
-                return snapshot
-        return None
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})

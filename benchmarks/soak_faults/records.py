@@ -1,10 +1,8 @@
 """The states of users' sessions as the users know them, and the results of all users."""
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvkeep import Sampling, Session
 from kvkeep.types import PolicyName
 
 Tokens = tuple[int, ...]
@@ -44,6 +42,10 @@ class UserSession:
     saved: int = -1
     events: list[str] = field(default_factory=list)  # other than acknowledged changes
 
+    def has(self, kind: str) -> bool:
+        """Whether one of its changes is of a kind."""
+        return any(point.change.kind == kind for point in self.points)
+
 
 @dataclass
 class Record:
@@ -56,6 +58,7 @@ class Record:
     unanswered: int = 0
     replayed: int = 0
     words: dict[str, str] = field(default_factory=dict)  # by word, the owner's key
+    answers: dict[str, str] = field(default_factory=dict)  # the first one to each question
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -69,26 +72,3 @@ class Record:
     def count(self, kind: str) -> None:
         with self.lock:
             self.done[kind] = self.done.get(kind, 0) + 1
-
-
-def replay_changes(session: Session, points: Sequence[SessionPoint], sampling: Sampling) -> None:
-    """Repeat the changes of a session's points in a session of this process."""
-    before: Tokens = ()
-    for point in points:
-        change, tokens = point.change, point.tokens
-        match change.kind:
-            case "feed":
-                session.feed(list(tokens[len(before) :]))
-            case "generate":
-                for _ in range(change.end):
-                    session.next_token(sampling)
-            case "delete":
-                session.delete(change.start, change.end)
-            case "insert":
-                added = len(tokens) - len(before)
-                session.insert(change.start, list(tokens[change.start : change.start + added]))
-            case "rewind":
-                session.rewind(change.end)
-            case "pin":
-                session.pin(change.start, change.end)
-        before = tokens

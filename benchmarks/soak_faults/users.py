@@ -10,14 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import httpx
+
+from benchmarks.soak_faults.changes import GREEDY, PROPOSALS, Check, Proposal
 from benchmarks.soak_faults.faults import FaultyServer
-from benchmarks.soak_faults.records import (
-    Change,
-    Record,
-    SessionPoint,
-    Tokens,
-    UserSession,
-)
+from benchmarks.soak_faults.records import Change, Record, SessionPoint, UserSession
 from kvkeep import Client
 from kvkeep.errors import (
     Busy,
@@ -29,11 +26,10 @@ from kvkeep.errors import (
 )
 from kvkeep.types import PolicyName
 
-Check = Callable[[Tokens, Tokens], bool]
-PIECES = (
-    "The cache holds {} cells of the window. ",
-    "def {}(key, value): return key @ value\n",
-    "Error: {} was not found; expected a number, found nothing. ",
+QUESTIONS = (
+    "Where is the capital city of Norway?",
+    "Where is the capital city of Norway, and how many people live there?",
+    "What is a key-value cache?",
 )
 MAX_TOKENS = 250  # of a session, before it is deleted
 
@@ -58,6 +54,9 @@ class User(threading.Thread):
         self.number, self.made = number, 0
         self.sessions = list[UserSession]()
         self.client = Client(server.url, key)
+        self.http = httpx.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=None
+        )
 
     def run(self) -> None:
         try:
@@ -75,89 +74,19 @@ class User(threading.Thread):
         if len(held.points[-1].tokens) > MAX_TOKENS:
             self._finish(held)
             return
-        kinds = (self._feed, self._generate, self._cut, self._insert, self._rewind, self._pin)
-        others = (self._save, self._fork, self._read_again)
-        self.rng.choice((*kinds, *kinds, *others))(held)
+        others = (self._save, self._fork, self._restore, self._ask, self._read_again)
+        if self.rng.random() < len(others) / (len(others) + 2 * len(PROPOSALS)):
+            self.rng.choice(others)(held)
+        elif (proposal := self.rng.choice(PROPOSALS)(self.rng, held)) is not None:
+            self._change(held, proposal)
 
     # Changes
 
-    def _feed(self, held: UserSession) -> None:
-        text = self._piece(held)
-        self._change(
-            held,
-            Change("feed"),
-            lambda revision: self._remote(held).feed(text, revision=revision),
-            lambda old, new: len(new) > len(old) and new[: len(old)] == old,
-        )
-
-    def _generate(self, held: UserSession) -> None:
-        count = self.rng.randrange(1, 6)
-        fields = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-        self._change(
-            held,
-            Change("generate", end=count),
-            lambda revision: self._remote(held).generate(
-                revision=revision, repetition_penalty=1.0, **fields
-            ),
-            lambda old, new: len(new) == len(old) + count and new[: len(old)] == old,
-        )
-
-    def _cut(self, held: UserSession) -> None:
-        total = len(held.points[-1].tokens)
-        if total < 40:
-            return
-        start = self.rng.randrange(8, total - 20)
-        end = start + self.rng.randrange(1, 8)
-        self._change(
-            held,
-            Change("delete", start, end),
-            lambda revision: self._remote(held).delete(start, end, revision=revision),
-            lambda old, new: new == old[:start] + old[end:],
-        )
-
-    def _insert(self, held: UserSession) -> None:
-        total, text = len(held.points[-1].tokens), self._piece(held)
-        if total < 40:
-            return
-        at = self.rng.randrange(8, total - 10)
-        self._change(
-            held,
-            Change("insert", at),
-            lambda revision: self._remote(held).insert(at, text, revision=revision),
-            lambda old, new: (
-                len(new) > len(old) and new[:at] == old[:at] and new[at - len(old) :] == old[at:]
-            ),
-        )
-
-    def _rewind(self, held: UserSession) -> None:
-        count = self.rng.randrange(1, 4)
-        if len(held.points[-1].tokens) < 40:
-            return
-        self._change(
-            held,
-            Change("rewind", end=count),
-            lambda revision: self._remote(held).rewind(count, revision=revision),
-            lambda old, new: new == old[:-count],
-        )
-
-    def _pin(self, held: UserSession) -> None:
-        if len(held.points[-1].tokens) < 40 or any(p.change.kind == "pin" for p in held.points):
-            return
-        start = self.rng.randrange(8, len(held.points[-1].tokens) - 10)
-        self._change(
-            held,
-            Change("pin", start, start + 4),
-            lambda revision: self._remote(held).pin(start, start + 4, revision=revision),
-            lambda old, new: new == old,
-        )
-
-    def _change(
-        self, held: UserSession, change: Change, call: Callable[[int], Any], check: Check
-    ) -> None:
+    def _change(self, held: UserSession, proposal: Proposal) -> None:
         """Make a change, and check what the session holds after it."""
-        pending = None
+        change, check, pending = proposal.change, proposal.check, None
         try:
-            call(held.points[-1].revision)
+            proposal.call(self._remote(held), held.points[-1].revision)
         except (Busy, NoRoom):
             self._read_again(held)  # a refused change is not made
             return
@@ -166,7 +95,8 @@ class User(threading.Thread):
                 self._violation(f"{held.name}: {change} was refused: {error}")
                 return
             pending = check
-        except (WrongRevision, KvkeepError):
+        except (WrongRevision, KvkeepError) as error:
+            held.events.append(f"{change} after point {len(held.points) - 1}: {error!r}")
             pending = check
         self.record.count(change.kind)
         self._compare(held, change, check, is_certain=pending is None)
@@ -187,7 +117,6 @@ class User(threading.Thread):
                 return
         if not is_certain:
             self.record.unanswered += 1
-            held.events.append(f"{change} after point {len(held.points) - 1} was not answered")
             if found is not None and tokens == newest.tokens:
                 held.generation = generation
                 return
@@ -254,7 +183,7 @@ class User(threading.Thread):
 
     def _replay(self, held: UserSession) -> None:
         """Compare a session that was just saved with a lone replay."""
-        if self.replay is None:
+        if self.replay is None or held.has("turn"):  # turns depend on the chat template
             return
         difference = self.replay(held)
         self.record.replayed += 1
@@ -274,9 +203,50 @@ class User(threading.Thread):
             return
         if found["tokens"] != held.points[-1].tokens:
             self._violation(f"{name}: a fork of {held.points[-1]} holds {found}")
-        points = [*held.points[:-1], SessionPoint(*_of(found), held.points[-1].change)]
-        fork = UserSession(name, held.word, held.policy, points, generation)
-        self.sessions.append(fork)
+        self._add_copy(held, name, found, generation, "fork")
+
+    def _restore(self, held: UserSession) -> None:
+        """Restore another session from a snapshot of this one."""
+        self.made += 1
+        name = f"u{self.number}-{self.made}"
+        try:
+            self._remote(held).snapshot(name, revision=held.points[-1].revision)
+            self.client.restore(name, name)
+        except KvkeepError:
+            self._read_again(held)
+        with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
+            self.client.delete_snapshot(name)
+        self.record.count("restore")
+        found, generation = self._read(name)
+        if found is None:
+            return
+        if found["tokens"] != held.points[-1].tokens:
+            self._violation(f"{name}: restored from {held.points[-1]}, it holds {found}")
+        self._add_copy(held, name, found, generation, "restore")
+
+    def _add_copy(
+        self, held: UserSession, name: str, found: dict[str, Any], generation: int, kind: str
+    ) -> None:
+        point = SessionPoint(found["tokens"], found["revision"], Change(kind))
+        points = [*held.points, point]
+        self.sessions.append(UserSession(name, held.word, held.policy, points, generation))
+
+    def _ask(self, held: UserSession) -> None:
+        """Ask a question without a session: its answer is always the same, to the token."""
+        question = self.rng.choice(QUESTIONS)
+        body = {"messages": [{"role": "user", "content": question}], **GREEDY, "max_tokens": 8}
+        try:
+            response = self.http.post("/v1/chat/completions", json=body)
+        except httpx.TransportError:
+            return
+        self.record.count("ask")
+        if not response.is_success:
+            return
+        answer = response.json()["choices"][0]["message"]["content"]
+        with self.record.lock:
+            expected = self.record.answers.setdefault(question, answer)
+        if answer != expected:
+            self._violation(f"{question!r} was answered by {answer!r}, and before by {expected!r}")
 
     def _read_again(self, held: UserSession) -> None:
         """Compare without a change: nothing may have happened to the session."""
@@ -332,13 +302,6 @@ class User(threading.Thread):
     def _remote(self, held: UserSession) -> Any:
         return self.client.session(held.name)
 
-    def _piece(self, held: UserSession) -> str:
-        return self.rng.choice(PIECES).format(held.word)
-
     def _violation(self, text: str) -> None:
         with self.record.lock:
             self.record.violations.append(f"{self.name}, after {self.record.total:,}: {text:.2000}")
-
-
-def _of(found: dict[str, Any]) -> tuple[Tokens, int]:
-    return found["tokens"], found["revision"]

@@ -1,0 +1,84 @@
+"""Lone replays of users' sessions, compared with what the server saved."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.soak_faults.changes import ALIGNMENT, COMPRESSION
+from benchmarks.soak_faults.records import SessionPoint, Tokens, UserSession
+from kvkeep import Model, Sampling, Session, Snapshot
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY
+from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
+from kvkeep.errors import StoreError
+
+
+class Replayer:
+    """Compares saved sessions with sessions of this process that make the same changes."""
+
+    def __init__(self, model: Model, store: Path) -> None:
+        self._model, self._store, self._lock = model, store, threading.Lock()
+
+    def __call__(self, held: UserSession) -> str | None:
+        """Return the difference of a saved session from its replay; None if all bits are equal."""
+        with self._lock:
+            session = self._model.session(
+                512, policy=held.policy, prefill_step=DEFAULT_PREFILL_STEP
+            )
+            session = replay_changes(session, held.points)
+            expected = held.points[-1].tokens
+            if tuple(session.tokens) != expected:
+                return f"the replay has tokens {session.tokens}; expected {expected}"
+            saved = self._saved(held.name, expected)
+            if saved is None:
+                return f"{self._store} has no file of the saved session {held.name}"
+            logits, saved_logits = session.logits, saved.logits
+            assert logits is not None
+            if saved_logits is None or not torch.equal(saved_logits, logits):
+                changes = [(point.change, len(point.tokens)) for point in held.points]
+                history = f"{held.policy}, {changes}, {held.events}"
+                return f"its saved logits differ from the replay's: {history}"
+            return None
+
+    def _saved(self, name: str, tokens: Tokens) -> Snapshot | None:
+        """Return the file of a session; a fork may have the same tokens, and other bits."""
+        for path in self._store.rglob("*.kvkeep"):
+            try:
+                snapshot = Snapshot.load(path)
+            except (StoreError, FileNotFoundError):
+                continue  # deleted meanwhile
+            saved_name = snapshot.notes.get(ENGINE_NOTES_KEY, {}).get("name")
+            if saved_name == name and tuple(snapshot.tokens.tolist()) == tokens:
+                return snapshot
+        return None
+
+
+def replay_changes(session: Session, points: Sequence[SessionPoint]) -> Session:
+    """Repeat the changes of a session's points in one of this process; return that, or its fork."""
+    before: Tokens = ()
+    for point in points:
+        change, tokens = point.change, point.tokens
+        match change.kind:
+            case "feed":
+                session.feed(list(tokens[len(before) :]))
+            case "generate":
+                for _ in range(change.end):
+                    session.next_token(Sampling())
+            case "delete":
+                session.delete(change.start, change.end)
+            case "insert":
+                added = len(tokens) - len(before)
+                session.insert(change.start, list(tokens[change.start : change.start + added]))
+            case "align":
+                session.align(list(tokens), **ALIGNMENT)
+            case "rewind":
+                session.rewind(change.end)
+            case "pin":
+                session.pin(change.start, change.end)
+            case "compress":
+                session.compress(**COMPRESSION)
+            case "fork":  # its new cells begin a segment: sums have another order than the parent's
+                session = session.fork()
+        before = tokens
+    return session
