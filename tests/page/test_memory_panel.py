@@ -72,15 +72,21 @@ def test_why_a_prompt_was_not_reused_further_has_the_focus(
 ) -> None:
     with server.client() as client:
         for end in ("Rome", "Oslo"):
-            messages = [{"role": "user", "content": f"Compare the rivers of Peru with {end}."}]
+            messages = [
+                {"role": "system", "content": "You answer in one word. " * 40},
+                {"role": "user", "content": f"Compare the rivers of Peru with {end}."},
+            ]
             body = {"messages": messages, "max_tokens": 1, "temperature": 0}
             client.post("/v1/chat/completions", json=body).raise_for_status()
         misses = client.get("/v1/prefix/misses").json()["data"]
         sessions = client.get("/v1/sessions?unnamed=true").json()["data"]
-    assert misses[0]["reused"] < misses[0]["differs_at"]
+    assert 0 < misses[0]["reused"] < misses[0]["differs_at"]
     wide.goto(f"/#/chat/{next(entry['name'] for entry in sessions if not entry['named'])}")
     wide.get_by_role("button", name="Why not more?").press("Enter")
     expect(wide.locator(".memory-panel")).to_contain_text(
         f"{misses[0]['differs_at']} tokens are the same, of which {misses[0]['reused']} were reused"
     )
     wait_until(wide, "document.activeElement.textContent.includes('are the same')")
+    wide.get_by_role("link", name=f"Prompt {misses[0]['number']}").click()
+    title = "Compare the rivers of Peru with Rome."  # of the session that no client named
+    expect(wide.locator(".card").get_by_role("link", name=title)).to_be_visible()

@@ -1,7 +1,9 @@
 // Prompts that missed the prefix cache: where they differ from the nearest text, and why. Pinned prompts.
 
 import { get, messageOf, send } from "./api.js";
+import { titleOf } from "./chat_settings.js";
 import { clock, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
+import { fetchSessions, knownSessions } from "./session_list.js";
 
 const PATH = "/v1/prefix/misses";
 const PINS_PATH = "/v1/prefix/pins";
@@ -19,13 +21,16 @@ const REASONS = {
   settings: "The nearest text has another policy, budget, prefill step or KV bits.",
 };
 
+/** @param {string} name */
+const titledLink = (name) => sessionLink(name, titleOf(knownSessions().find((known) => known.name === name) || { name, title: null }));
+
 /** @param {Miss} miss */
 const reasonText = (miss) => `${REASONS[miss.reason] || miss.reason}${boundText(miss)}`;
 
 /** @param {HTMLElement} container @param {View} view */
 export async function misses(container, { parts, edits }) {
-  /** @type {[{data: Miss[]}, {data: PrefixPin[]}]} */
-  const [{ data }, pins] = await Promise.all([get(PATH), get(PINS_PATH)]);
+  /** @type {[{data: Miss[]}, {data: PrefixPin[]}, SessionEntry[]]} */
+  const [{ data }, pins] = await Promise.all([get(PATH), get(PINS_PATH), fetchSessions()]);
   const [, selected] = parts; // the number of one prompt, in the URL
   const shown = selected ? data.filter((miss) => String(miss.number) === selected) : data;
   const cards = h("div", {}, shown.length ? shown.map((miss) => card(miss, selected)) : h("p", {}, "No missed prompts yet."));
@@ -59,7 +64,7 @@ function pinEntry(pin, edits) {
     "li",
     {},
     `${number(pin.tokens)} tokens in `,
-    sessionLink(pin.session),
+    titledLink(pin.session),
     `${key}: ${number(minutes)} ${minutes === 1 ? "minute" : "minutes"} left. `,
     edits ? h("button", { onclick: release }, "Release") : null,
   );
@@ -100,7 +105,7 @@ function card(miss, selected) {
       "p",
       {},
       reuseText(miss),
-      miss.session ? [" from ", sessionLink(miss.session)] : "",
+      miss.session ? [" from ", titledLink(miss.session)] : "",
       `${when}. ${reasonText(miss)} `,
       miss.differs_at === null ? "" : `First difference: token ${number(miss.differs_at)}.`,
       miss.not_in_place ? ` Not aligned in place: ${miss.not_in_place}.` : "",
@@ -134,7 +139,6 @@ export const missOf = (data, { name, parent, last_prompt: prompt }) =>
 /** @type {Record<string, string>} */
 const BOUNDS = {
   differs: "reuse ends where the last whole prefill step of them ends",
-  below_step: "reuse ends where the last whole prefill step of them ends",
   no_checkpoint: "reuse ends at the last checkpoint before the difference",
 };
 
