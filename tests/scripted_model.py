@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken
 
 from kvkeep.engine import Engine, Generation, GenerationRequest
-from kvkeep.engine.request import Listener, RequestLike
+from kvkeep.engine.request import Listener, RequestLike, SessionRequest
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.network import tensor_shapes
@@ -95,12 +95,10 @@ class ScriptedEngine(Engine):
         listener: Listener | None = None,
         revision: int | None = None,
     ) -> Future[list[Generation]]:
-        if callable(request):  # made at admission
-            made = request
-            return super().submit(
-                lambda record: self._scripted_request(made(record)),
-                *(session, owner, listener, revision),
-            )
+        if isinstance(request, SessionRequest):  # made at admission
+            make = request.make
+            scripted = replace(request, make=lambda record: self._scripted_request(make(record)))
+            return super().submit(scripted, session, owner, listener, revision)
         return super().submit(self._scripted_request(request), session, owner, listener, revision)
 
     def submit_many(

@@ -16,6 +16,7 @@ from kvkeep.engine.request import (
     GenerationRequest,
     PrefillProgress,
     RequestLike,
+    SessionRequest,
     TokenLogprob,
     Usage,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Seam",
     "SessionOperations",
     "SessionRecord",
+    "SessionRequest",
     "TextDifference",
     "TokenLogprob",
     "Totals",

@@ -12,7 +12,7 @@ from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.preparing import PreparedSession, prepare_named
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
+from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import Reuse, ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument
@@ -74,9 +74,10 @@ class Admission:
             prepared = self._named_for_prompt(request, session_name, owner, revision)
         else:
             record = self._registry.load_idle(session_name, owner, revision)
-            if callable(request):
+            if isinstance(request, SessionRequest):
+                self._registry.reserve(record, request.most_tokens)  # before it changes anything
                 length_before = len(record.live.tokens)
-                request = request(record)
+                request = request.make(record)
                 record.lower_token_counts(length_before)
             self._check_prompt(request, session_length=len(record.live.tokens))
             prepared = PreparedSession(record, Reuse())

@@ -23,7 +23,7 @@ from kvkeep.engine.pin_files import PinFiles
 from kvkeep.engine.pins import PrefixPin
 from kvkeep.engine.record import SessionRecord, max_memory_bytes
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.request import GenerationRequest, Listener, RequestLike
+from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
@@ -134,7 +134,7 @@ class Engine(AbstractContextManager["Engine"]):
     # Generations
 
     def generate(
-        self, request: GenerationRequest, session: str | None = None, owner: str = "0"
+        self, request: RequestLike, session: str | None = None, owner: str = "0"
     ) -> Generation:
         """Submit a request as `submit` does, and wait until it is admitted."""
         return self.submit(request, session, owner).result()[0]
@@ -149,11 +149,11 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Future[list[Generation]]:
         """Start a generation in a named session, or in one that is created for it.
 
-        request: for a named session also a function that returns it, called at admission. session:
-        its name. listener: see `Generation`. revision: that the session must have. Raises as
-        `Session.feed`, and NoRoom, NoSuchSession, Busy, WrongRevision.
+        request: for a named session also one that the session decides. session: its name. listener:
+        see `Generation`. revision: that the session must have. Raises as `Session.feed`, and
+        NoRoom, NoSuchSession, Busy, WrongRevision; a request that is refused changes no session.
         """
-        if not callable(request) or session is None:
+        if not isinstance(request, SessionRequest) or session is None:
             validation.instance("request", request, GenerationRequest)
         return self.call(self._admission.admit, request, session, owner, [listener], revision)
 

@@ -64,8 +64,19 @@ class GenerationRequest:
         return next((pin.key for pin in self.pins if pin.key), "")
 
 
-# A request, or a function that returns it, called with the session's record at admission.
-RequestLike = GenerationRequest | Callable[[SessionRecord], GenerationRequest]
+@dataclass(frozen=True)
+class SessionRequest:
+    """A request in a session that the session itself decides, such as a chat's next turn.
+
+    make: returns the request; called with the session's record at admission. It may change the
+    session. most_tokens: of the prompt and the answer together, for which there must be room.
+    """
+
+    make: Callable[[SessionRecord], GenerationRequest]
+    most_tokens: int
+
+
+RequestLike = GenerationRequest | SessionRequest
 
 # "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
 # generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.

@@ -28,7 +28,7 @@ from engine.killed import (
 from full_disk import small_files_only
 
 from kvkeep import Snapshot
-from kvkeep.engine import Engine, GenerationRequest, SessionRecord
+from kvkeep.engine import Engine, GenerationRequest, SessionRecord, SessionRequest
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
     Busy,
@@ -88,6 +88,24 @@ def test_without_room_a_request_is_refused_and_nothing_is_left_behind() -> None:
         while engine.totals().result().running:
             time.sleep(0.01)
         assert len(list(engine.generate(GenerationRequest(text(5, 40), 3, ignore_eos=True)))) > 3
+
+
+def test_a_refused_request_that_the_session_decides_does_not_change_it() -> None:
+    """Such as the continuation of an answer, which removes the answer's end token first."""
+
+    def make(record: SessionRecord) -> GenerationRequest:
+        record.live.rewind(1)
+        return GenerationRequest((), 150)
+
+    with new_engine(cells=165) as engine:
+        engine.create(name="chat").result()
+        write(engine, "chat", 1, text(0, 40))
+        before = engine.inspect("chat", "0", _token_ids).result()
+        busy = engine.generate(GenerationRequest(text(1, 40), 10_000, ignore_eos=True))
+        with pytest.raises(NoRoom):
+            engine.generate(SessionRequest(make, 150), "chat")
+        busy.cancel()
+        assert engine.inspect("chat", "0", _token_ids).result() == before
 
 
 def test_a_request_that_can_never_fit_is_refused_without_a_retry() -> None:

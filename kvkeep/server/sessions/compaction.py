@@ -1,6 +1,6 @@
 """Compaction of a session: by request, and before a turn that would exceed the threshold."""
 
-from asyncio import to_thread, wrap_future
+from asyncio import wrap_future
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,7 +21,6 @@ from kvkeep.session.compaction import (
 from kvkeep.session.session import Session
 
 router = body_router()
-_TEMPLATE_TOKENS = 64  # that a chat template writes around a message, at most
 
 
 class CompactRequest(RequestBody):
@@ -57,9 +56,9 @@ async def compact(body: CompactRequest, context: SessionDep) -> Response:
 
 
 async def compact_before_turn(
-    context: SessionContext, message: str, system: str | None
+    context: SessionContext, new_tokens: int
 ) -> tuple[CompactionReport | None, int | None]:
-    """Compact the session if a turn would exceed the server's threshold.
+    """Compact the session if a turn of `new_tokens` would exceed the server's threshold.
 
     Returns the report, None if there was nothing to do, and the revision that the session must
     have for the turn. What was done is named in the response's headers.
@@ -67,8 +66,6 @@ async def compact_before_turn(
     threshold, model = context.service.compact_at, context.service.model
     if threshold is None:
         return None, context.revision
-    ids = await to_thread(model.text.encode, message + (system or ""))
-    new_tokens = len(ids) + _TEMPLATE_TOKENS
 
     def exceeds(record: SessionRecord) -> bool:
         return target_before(record.live.core, new_tokens, threshold) is not None

@@ -22,6 +22,7 @@ from kvkeep.engine import (
     PrefillProgress,
     RequestLike,
     SessionRecord,
+    SessionRequest,
 )
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -42,6 +43,7 @@ from kvkeep.session.session import Session
 from kvkeep.session.turn_template import count_system_tokens
 
 router = body_router()
+_TEMPLATE_TOKENS = 64  # that a chat template writes around a message, at most
 
 
 class FeedRequest(SamplingParams):
@@ -140,9 +142,12 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     SESSION_RULES.check(body, context.notices)
     (sampling,) = body.samplings(context.default_sampling)
     model = context.service.model
-    request = partial(_turn_request, model, body, sampling)
     reader = await to_thread(model.renderer.new_reader)  # the first one renders with the template
-    report, revision = await compact_before_turn(context, body.content or "", body.system)
+    ids = await to_thread(model.text.encode, (body.content or "") + (body.system or ""))
+    new_tokens = len(ids) + _TEMPLATE_TOKENS
+    make = partial(_turn_request, model, body, sampling)
+    request = SessionRequest(make, new_tokens + body.max_tokens)
+    report, revision = await compact_before_turn(context, new_tokens)
     context = replace(context, revision=revision)
     extra = {} if report is None else {"compaction": report_fields(report)}
     return await _run(request, context, body.stream, reader, extra)
@@ -218,7 +223,7 @@ async def _run(
     reader: OutputReader | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Response | dict[str, Any]:
-    """Run a request in the session. request: may be a function of the session's record.
+    """Run a request in the session.
 
     reader: of a chat's answer; None for text that is returned as it is. extra: more fields of the
     response.
