@@ -97,9 +97,9 @@ def test_a_refused_request_that_the_session_decides_does_not_change_it() -> None
         record.live.rewind(1)
         return GenerationRequest((), 150)
 
-    with new_engine(cells=165) as engine:
+    with new_engine(cells=160) as engine:
         engine.create(name="chat").result()
-        write(engine, "chat", 1, text(0, 40))
+        write(engine, "chat", 1, text(0, 8))
         before = engine.inspect("chat", "0", _token_ids).result()
         busy = engine.generate(GenerationRequest(text(1, 40), 10_000, ignore_eos=True))
         with pytest.raises(NoRoom):
