@@ -28,7 +28,8 @@ from engine.killed import (
 from full_disk import small_files_only
 
 from kvkeep import Snapshot
-from kvkeep.engine import Engine, GenerationRequest, SessionRecord, SessionRequest
+from kvkeep.engine import Engine, GenerationRequest, Limits, SessionRecord, SessionRequest
+from kvkeep.engine.record import max_session_bytes
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
     Busy,
@@ -95,16 +96,21 @@ def test_a_refused_request_that_the_session_decides_does_not_change_it() -> None
 
     def make(record: SessionRecord) -> GenerationRequest:
         record.live.rewind(1)
-        return GenerationRequest((), 150)
+        return GenerationRequest((), 400)
 
-    with new_engine(cells=160) as engine:
+    settings = {"max_kv_size": 512, "prefill_step": 16}
+    other = MODEL.session(**settings)
+    other.feed(text(1, 400))
+    small, large = (max_session_bytes(MODEL.session(**settings), count) for count in (8, 408))
+    assert small < large
+    limits = Limits(memory=other.nbytes + small)
+    with Engine(MODEL, settings=settings, limits=limits) as engine:
+        engine.create(name="other", session=other).result()
         engine.create(name="chat").result()
-        write(engine, "chat", 1, text(0, 8))
+        engine.generate(GenerationRequest(text(0, 8), 0), "chat").text()
         before = engine.inspect("chat", "0", _token_ids).result()
-        busy = engine.generate(GenerationRequest(text(1, 40), 10_000, ignore_eos=True))
         with pytest.raises(NoRoom):
-            engine.generate(SessionRequest(make, 150), "chat")
-        busy.cancel()
+            engine.generate(SessionRequest(make, 400), "chat")
         assert engine.inspect("chat", "0", _token_ids).result() == before
 
 
