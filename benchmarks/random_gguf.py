@@ -23,6 +23,10 @@ from benchmarks.gguf_shapes import SHAPES, Shape, add_fields, matrices, vectors
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "MXFP4")
 _SCALE_OFFSETS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _WEIGHTS_AT_ONCE = 1 << 24  # weights
+_CHAT_TEMPLATE = (
+    "<|begin|>{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @click.command()
@@ -122,6 +126,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
     writer.add_token_merges(merges)
     writer.add_bos_token_id(count - 2)
     writer.add_eos_token_id(count - 1)
+    writer.add_chat_template(_CHAT_TEMPLATE)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from kvkeep.storage.files.atomic import write_json
 @click.option("--users", default=6, type=click.IntRange(1), help="Users at the same time.")
 @click.option("--fault-every", default=60, type=click.IntRange(2), help="Operations per fault.")
 @click.option("--seed", default=1, help="Of the schedule of faults.")
+@click.option("--memory", default="60MB", help="The server's memory limit for sessions.")
 @click.option(
     "--clock-library",
     metavar="FILE.so",
@@ -48,6 +49,7 @@ def soak_faults(
     users: int,
     fault_every: int,
     seed: int,
+    memory: str,
     clock_library: Path | None,
     replay: bool,
     name: str,
@@ -57,7 +59,7 @@ def soak_faults(
     check_outputs(out)
     model, folder = load_model(name), Path(tempfile.mkdtemp(prefix="kvkeep-faults-"))
     server, record = (
-        FaultyServer(folder, str(resolve(name, progress=True)), clock_library),
+        FaultyServer(folder, str(resolve(name, progress=True)), memory, clock_library),
         Record(operations),
     )
     replayer = Replayer(model, server.store) if replay else None

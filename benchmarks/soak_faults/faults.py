@@ -49,10 +49,11 @@ class FaultyServer:
     """`kvkeep serve` on a folder, at one address whenever it runs.
 
     generation: how often it was killed. ready: set while it should answer. skipped: kinds of faults
-    that this machine does not allow. clock_library: libfaketime's, if there is one.
+    that this machine does not allow. memory: the server's limit for sessions. clock_library:
+    libfaketime's, if there is one.
     """
 
-    def __init__(self, folder: Path, model: str, clock_library: Path | None) -> None:
+    def __init__(self, folder: Path, model: str, memory: str, clock_library: Path | None) -> None:
         self.folder, self.store = folder, folder / "store"
         self.store.mkdir(parents=True, exist_ok=True)
         self._keys, self._clock = folder / "keys", folder / "clock"
@@ -61,7 +62,7 @@ class FaultyServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._model, self._clock_library = model, clock_library
+        self._model, self._memory, self._clock_library = model, memory, clock_library
         self.generation, self.ready = 0, threading.Event()
         self.skipped, self.peak_bytes = set[str](), 0
         self._process = self._started()
@@ -118,7 +119,8 @@ class FaultyServer:
                 "FAKETIME_NO_CACHE": "1",
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }
-        arguments = f"serve -q --max-kv-size 512 --memory 60MB --port {self.port}".split()
+        arguments = f"serve -q --max-kv-size 512 --memory {self._memory}".split()
+        arguments += ["--port", str(self.port)]
         arguments += ["-m", self._model, "--store", str(self.store)]
         arguments += ["--api-key-file", str(self._keys)]
         program = [sys.executable, "-c", "from kvkeep.cli.start import run; run()"]
