@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.template_limits import MAX_ITERATIONS
 from tests.models.chat_templates import TEMPLATES
 
 SCHEMA = {
@@ -145,6 +147,26 @@ def test_control_tokens_that_a_template_writes_around_a_role_are_control_tokens(
     assert text == "<|user|>a<|user|><|end|><|assistant|><|end|>b<|end|><|assistant|>"
     control = [opened.control_text(i) for i in opened.encode(text) if opened.is_control(i)]
     assert control == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|assistant|>"]
+
+
+def test_a_template_is_compiled_once_and_each_rendering_has_its_own_limits(
+    tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = f"{{% for i in range({MAX_ITERATIONS * 2 // 5}) %}}{{% endfor %}}"
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(loop + "{{ messages[0].content }}<|stop|>")
+    compiled, compile_source = list[str](), Environment.compile
+
+    def count(self: Environment, source: str, *arguments: Any, **options: Any) -> Any:
+        compiled.append(source)
+        return compile_source(self, source, *arguments, **options)
+
+    monkeypatch.setattr(Environment, "compile", count)
+    for text in "abc":
+        assert codec.chat([{"role": "user", "content": text}]) == f"{text}<|stop|>"
+    assert len(compiled) == 1
+    template.write_text("{{ messages[0].content }}<|start|>")
+    assert codec.chat([{"role": "user", "content": "d"}]) == "d<|start|>"
 
 
 def test_message_with_tool_calls_needs_no_content(codec: TextCodec) -> None:

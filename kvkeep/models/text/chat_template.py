@@ -1,13 +1,14 @@
 """Rendering of messages with a model's own chat template, in a sandbox."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.text.template_files import TEMPLATE_FILE, template_source, tokenizer_config
+from kvkeep.models.text.control_tokens import TemplateTexts
+from kvkeep.models.text.template_files import TEMPLATE_FILE, tokenizer_config
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -27,16 +28,16 @@ _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 
 def render_chat(
     folder: Path,
+    texts: TemplateTexts,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    convert: Callable[[str], str] = str,
 ) -> str:
-    """Render messages and tools, checked before, with the chat template of the model in `folder`.
+    """Render messages and tools, checked before, with a chat template of the model in `folder`.
 
-    template_kwargs: more variables for the template, not those above. convert: is
-    applied to the texts that the template or the tokenizer's config states.
+    texts: the template; it converts the texts that it and the tokenizer's config state.
+    template_kwargs: more variables for the template, not those above.
 
     Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
     InvalidArgument if it refuses the messages or fails on them, or for a reserved name.
@@ -48,7 +49,7 @@ def render_chat(
             f"a variable for the chat template cannot be named {', '.join(reserved)}: kvkeep sets "
             "it; use another field of the request, or leave it out"
         )
-    template = _compile(template_source(folder, with_tools=tools is not None), convert)
+    template = _compile(texts)
     special_tokens = _special_tokens(tokenizer_config(folder))
     try:
         variables = {
@@ -57,7 +58,7 @@ def render_chat(
             "messages": [_with_reasoning(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": tools,
-            **{name: convert(text) for name, text in special_tokens.items()},
+            **{name: texts.convert(text) for name, text in special_tokens.items()},
         }
         return template.render(variables)
     except TemplateError as error:
@@ -129,13 +130,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _compile(source: str, convert: Callable[[str], str]) -> "Template":
+def _compile(texts: TemplateTexts) -> "Template":
     from jinja2 import TemplateSyntaxError
 
     from kvkeep.models.text.sandbox import compile_template
 
     try:
-        return compile_template(source, convert)
+        return compile_template(texts)
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
     except Exception as error:  # Python rejects the code that jinja generated

@@ -13,6 +13,7 @@ from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens, encoded_ids
+from kvkeep.models.text.template_files import template_source
 from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
@@ -153,14 +154,16 @@ class TextCodec:
         that are malformed or that the template refuses.
         """
         control_tokens, checked = self._control_tokens, checked_messages(messages)
-        texts = control_tokens.template_texts()
+        tool_list = checked_tools(tools)
+        source = template_source(self.folder, with_tools=tools is not None)
+        texts = control_tokens.template_texts(source)
         rendered = render_chat(
             self.folder,
+            texts,
             control_tokens.with_placeholders(checked),
             add_generation_prompt,
-            control_tokens.with_placeholders(checked_tools(tools)),
+            control_tokens.with_placeholders(tool_list),
             control_tokens.with_placeholders(template_kwargs or {}),
-            texts.convert,
         )
         roles = {message["role"] for message in checked}
         return control_tokens.chat_text(validation.text("the chat", rendered), texts, roles)

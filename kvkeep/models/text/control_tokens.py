@@ -11,7 +11,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -49,17 +50,21 @@ def _sealed_text(text: str) -> str:
 
 
 class TemplateTexts:
-    """The texts that a template states, recorded while it is compiled.
+    """A template, and the texts that it states, recorded when it is first compiled.
 
     A template may write a control token in parts, such as "<|" + role + "|>" in Phi-4's.
+    compiled: its code, once it was compiled.
     """
 
-    def __init__(self, seal: Callable[[str], str]):
-        self._seal, self._texts = seal, list[str]()
+    def __init__(self, source: str, seal: Callable[[str], str]):
+        self.source = source
+        self.compiled: CodeType | None = None
+        self._seal, self._texts = seal, frozenset[str]()
 
     def convert(self, text: str) -> str:
         """Record a text of the template, and return it with secret names."""
-        self._texts.append(text)
+        if text not in self._texts:  # replaced, since other threads may be looking through it
+            self._texts |= {text}
         return self._seal(text)
 
     def composes(self, control_text: str, roles: Collection[str]) -> bool:
@@ -85,6 +90,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self._texts = lru_cache(maxsize=8)(lambda source: TemplateTexts(source, self._seal))
         added = tokenizer.get_added_tokens_decoder().items()
         self._ids_by_text = {
             token.content: token_id for token_id, token in added if token.special and token.content
@@ -134,9 +140,9 @@ class ControlTokens:
             return [replace(item) for item in value]
         return value
 
-    def template_texts(self) -> TemplateTexts:
-        """Return a recorder of a template's texts, for one rendering."""
-        return TemplateTexts(self._seal)
+    def template_texts(self, source: str) -> TemplateTexts:
+        """Return the texts of a template: the same object for each rendering."""
+        return self._texts(source)
 
     def chat_text(
         self, rendered: str, texts: TemplateTexts | None = None, roles: Collection[str] = ()

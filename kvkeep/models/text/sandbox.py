@@ -17,6 +17,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from kvkeep.models.text.control_tokens import TemplateTexts
 from kvkeep.models.text.template_limits import (
     MAX_SIZE,
     RenderingBudget,
@@ -33,12 +34,15 @@ _MACRO_COST = 10  # iterations that a macro call counts as
 _COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
 
 
-def compile_template(source: str, convert: Callable[[str], str] = str) -> Template:
-    """Compile a template for one rendering. convert: is applied to the template's own texts.
+def compile_template(texts: TemplateTexts) -> Template:
+    """Return a template for one rendering; its code is compiled once. Raises TemplateSyntaxError.
 
-    Raises TemplateSyntaxError.
+    The texts are converted as they are compiled.
     """
-    return _Sandbox(convert).from_string(source)
+    sandbox = _Sandbox(texts.convert)  # with a budget of its own
+    if texts.compiled is None:
+        texts.compiled = sandbox.compile(texts.source)
+    return Template.from_code(sandbox, texts.compiled, sandbox.make_globals(None))
 
 
 class GenerationBlock(Extension):
