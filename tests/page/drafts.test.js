@@ -4,8 +4,9 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
-const { beforeDraft, keepDraft, takeDraft } = await import(`${FILES}/chat_place.js`);
+const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
 const { noteText } = await import(`${FILES}/message_note.js`);
+const { watchSize } = await import(`${FILES}/message_size.js`);
 const { isAsked } = await import(`${FILES}/turns.js`);
 
 test("a draft is kept by its conversation, until that is shown again", () => {
@@ -16,6 +17,40 @@ test("a draft is kept by its conversation, until that is shown again", () => {
   assert.equal(takeDraft("a"), draft);
   assert.equal(takeDraft("a").text, "");
   assert.equal(takeDraft(null).text, "New");
+});
+
+test("drafts are stored for the next page, and without their files if these are too large", () => {
+  let [stored, most] = ["", 200];
+  const setItem = (_, value) => {
+    if (value.length > most) throw new Error("QuotaExceededError");
+    stored = value;
+  };
+  globalThis.sessionStorage = { getItem: () => stored, setItem };
+  keepDraft("c", { text: "Read this", files: [{ name: "a.md", text: "x".repeat(50) }] });
+  keepDraft("d", { text: " ", files: [] });
+  assert.ok(storeDrafts());
+  assert.deepEqual(JSON.parse(stored), [["c", { text: "Read this", files: [{ name: "a.md", text: "x".repeat(50) }] }]]);
+  most = 60;
+  assert.ok(!storeDrafts());
+  assert.deepEqual(JSON.parse(stored), [["c", { text: "Read this", files: [] }]]);
+});
+
+test("a message is measured again when memory changes, but counted once", async () => {
+  globalThis.window = globalThis;
+  let requests = 0;
+  globalThis.fetch = async () => ((requests += 1), { ok: true, json: async () => ({ tokens: Array(60) }) });
+  const room = { policy: "full", max_kv_size: 100, cells: 90 };
+  const shown = [];
+  const waiting = new Promise((resolve) => shown.push(resolve));
+  const measure = watchSize(() => room, (warning) => (shown.push(warning), shown[0]()));
+  measure("x".repeat(300));
+  await waiting;
+  room.cells = 20;
+  measure("x".repeat(300));
+  assert.match(shown[1], /will be refused/);
+  assert.match(shown[2], /nearly full/);
+  measure("");
+  assert.deepEqual([shown[3], requests], ["", 1]);
 });
 
 test("a message that was not sent is put before the draft", () => {

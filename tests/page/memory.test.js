@@ -6,6 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
 const { answerText, canPin, cellsToPin, compressText, removeText, heldText, instead, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/misses.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
@@ -69,6 +70,12 @@ test("what a policy keeps of the beginning, and what it has instead of compressi
   assert.equal(text({ policy: "full" }, 0, 20), "20 tokens in 20 cells, held.");
   assert.match(instead("sliding"), /^Old text is evicted by itself.*\(sliding\)\. Compress needs a chat with policy full: New chat, then Settings\.$/);
   assert.equal(instead("full"), "");
+});
+
+test("the legend counts residual cells as the budget counts cells", () => {
+  const held = memory({ policy: "full", tokens: 20, cells: 15, heads: 90, residual_cells: 450, runs: [run("compressed", 0, 20)] });
+  assert.deepEqual(legendTexts(held), [["compressed", "compressed 20 tokens"], ["residual", "residual 5 cells per head"]]);
+  assert.equal(legendTexts({ ...held, residual_cells: 2 })[1][1], "residual 1 cell per head");
 });
 
 test("what bounds the reuse of a prompt is said with the numbers", () => {

@@ -33,6 +33,24 @@ def test_a_draft_stays_with_its_conversation(page: Page) -> None:
     page.goto("/#/")
     expect(box(page)).to_have_value("Something else")
     expect(page.locator(".chips li")).to_have_count(0)
+    page.reload()
+    expect(box(page)).to_have_value("Something else")
+    page.goto(f"/#/chat/{name}")
+    expect(box(page)).to_have_value("And of Italy?")
+    expect(page.locator(".chips li")).to_have_count(1)
+    page.reload()
+    expect(box(page)).to_have_value("And of Italy?")
+    expect(page.locator(".chips li")).to_have_count(1)
+
+
+def test_a_double_click_in_a_dialog_hits_nothing_behind_it(page: Page) -> None:
+    start(page, tokens=4)
+    clicked = "document.addEventListener('click', ({target}) => target.append('clicked'))"
+    page.evaluate(f"() => {{ {clicked}; }}")
+    page.get_by_role("button", name="Edit", exact=True).click()
+    page.get_by_role("button", name="Cancel").dblclick()
+    expect(page.locator("dialog")).to_have_count(0)
+    expect(page.get_by_text("clicked")).to_have_count(1)  # the button that opened the dialog
 
 
 def hold_turns(page: Page) -> list[Route]:

@@ -5,7 +5,7 @@ import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { ChatFrame } from "./chat_frame.js";
-import { keepDraft, keepView, keptView, takeDraft } from "./chat_place.js";
+import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
 import { keptOf, titleOf } from "./chat_settings.js";
 import { withParent } from "./conversations.js";
 import { BUSY } from "./composer.js";
@@ -75,6 +75,7 @@ export class ChatView {
     signal.addEventListener("abort", () => this.answers.stop());
     signal.addEventListener("abort", () => this.keepView());
     signal.addEventListener("abort", () => this.keepDraft());
+    for (const leaving of ["beforeunload", "pagehide"]) window.addEventListener(leaving, (event) => this.storeDrafts(event), { signal });
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
@@ -262,6 +263,13 @@ export class ChatView {
 
   keepDraft() {
     keepDraft(this.name, this.frame.box.draft);
+  }
+
+  // Stores what is not sent yet before the page is left; the browser asks if there is too much of it.
+  /** @param {Event} event */
+  storeDrafts(event) {
+    this.keepDraft();
+    if (!storeDrafts()) event.preventDefault();
   }
 
   // Shows another conversation in this view.

@@ -106,6 +106,7 @@ export class ChatFrame {
     if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
     this.strip.draw(memory, turns, this.selected);
     this.panel.draw(memory, turns, this.selected);
+    this.box.measure();
     this.point(null);
   }
 

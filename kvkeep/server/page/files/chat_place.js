@@ -19,17 +19,44 @@ export const keptView = (name) => leftViews.get(name) || { selected: null, place
 
 /** @typedef {{text: string, files: {name: string, text: string}[]}} Draft */
 
-/** @type {Map<string | null, Draft>} */
-const drafts = new Map(); // by session, null for one that has not begun
+const DRAFTS = "kvkeep drafts";
+
+/** @type {Map<string | null, Draft> | null} */
+let drafts = null; // by session, null for one that has not begun
+
+/** Returns the drafts of this page, at first those of before it was loaded again. */
+function allDrafts() {
+  try {
+    drafts ??= new Map(JSON.parse(sessionStorage.getItem(DRAFTS) || "[]"));
+  } catch {
+    drafts = new Map();
+  }
+  return drafts;
+}
 
 /** @param {string | null} name @param {Draft} draft */
-export const keepDraft = (name, draft) => drafts.set(name, draft);
+export const keepDraft = (name, draft) => allDrafts().set(name, draft);
 
 /** Returns the draft of a conversation, which is not kept any longer. @param {string | null} name @returns {Draft} */
 export function takeDraft(name) {
-  const draft = drafts.get(name) || { text: "", files: [] };
-  drafts.delete(name);
+  const draft = allDrafts().get(name) || { text: "", files: [] };
+  allDrafts().delete(name);
   return draft;
+}
+
+/** Stores the drafts for this tab's next page. Returns whether there was room for all of them; texts come before files. */
+export function storeDrafts() {
+  const written = [...allDrafts()].filter(([, { text, files }]) => text.trim() || files.length);
+  const withoutFiles = written.map(([name, { text }]) => [name, { text, files: [] }]);
+  for (const kept of [written, withoutFiles]) {
+    try {
+      sessionStorage.setItem(DRAFTS, JSON.stringify(kept));
+      return kept === written;
+    } catch {
+      // More than a browser stores.
+    }
+  }
+  return false;
 }
 
 /**

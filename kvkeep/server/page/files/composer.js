@@ -120,6 +120,7 @@ export function composer(onSend, onStop, onSettings, room) {
   return {
     element: form,
     focus: () => input.focus({ preventScroll: true }),
+    measure: measureAll,
     /** @param {boolean} value */
     setBusy(value) {
       busy = value;

@@ -60,13 +60,25 @@ export function conversations(container, edits) {
   search.addEventListener("input", draw);
   search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const first = list.querySelector("a");
+    if (event.key === "Escape" && opener) leave(event);
     if (event.key === "Enter" && first) location.hash = first.getAttribute("href") || "";
   });
+  /** @type {HTMLElement | null} */
+  let opener = null; // what had the focus
+  const leave = (/** @type {Event} */ event) => {
+    event.stopPropagation(); // an answer goes on
+    document.body.classList.remove("menu-open");
+    (opener?.isConnected ? opener : document.getElementById("words"))?.focus({ preventScroll: true });
+    opener = null;
+  };
+  search.addEventListener("blur", () => (opener = null));
   document.addEventListener("keydown", (event) => {
     if ((event.ctrlKey || event.metaKey) && event.key === "k") {
       event.preventDefault();
       document.body.classList.add("menu-open");
+      const focused = /** @type {HTMLElement} */ (document.activeElement);
       search.focus();
+      if (focused !== search) opener = focused;
     }
   });
   window.addEventListener("hashchange", markLinks);
@@ -130,10 +142,10 @@ function item(entry, depth, edits, reload) {
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
   const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, parts, state);
   const rename = async () => {
-    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200" }], "Rename");
+    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200", required: true }], "Rename");
     focusItem(name);
     if (!values) return;
-    await send("PUT", `/v1/sessions/${name}/title`, { title: String(values.title).trim() || null }).catch((error) => showStatus(messageOf(error), true));
+    await send("PUT", `/v1/sessions/${name}/title`, { title: String(values.title).trim() }).catch((error) => showStatus(messageOf(error), true));
     conversationsChanged();
   };
   const remove = async () => {

@@ -98,6 +98,20 @@ export function title(text, path, ...children) {
   return h("div", { class: "title" }, h("h1", {}, text), path ? jsonLink(path) : null, ...children);
 }
 
+const DOUBLE_CLICK = { within: 400, beside: 10 }; // milliseconds, pixels
+
+/** Ignores the second click of a double click, which would hit what lies behind a dialog. @param {MouseEvent} first */
+function ignoreSecondClick(first) {
+  if (!first.detail) return; // made by the keyboard
+  const ignore = (/** @type {MouseEvent} */ event) => {
+    if (Math.hypot(event.clientX - first.clientX, event.clientY - first.clientY) > DOUBLE_CLICK.beside) return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  document.addEventListener("click", ignore, { capture: true });
+  setTimeout(() => document.removeEventListener("click", ignore, { capture: true }), DOUBLE_CLICK.within);
+}
+
 /** @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], [attribute: string]: any}} Field */
 
 // Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
@@ -114,7 +128,7 @@ export function promptDialog(heading, fields, action, ...notes) {
       inputs.map(({ label }) => label),
       h(
         "div",
-        { class: "actions" },
+        { class: "actions", onclick: ignoreSecondClick },
         h("button", { value: "done", class: action === "Delete" ? "main danger" : "main" }, action),
         h("button", { value: "", formnovalidate: "" }, "Cancel"),
       ),
@@ -151,6 +165,8 @@ function field({ name, label, kind = "text", value = "", choices, ...attributes 
     return { label: h("label", { class: "check" }, input, ` ${label}`), name, read: () => input.checked };
   }
   input.value = value;
+  const refuseBlanks = () => input.setCustomValidity(input.value.trim() ? "" : "Write something.");
+  if (attributes.required) input.addEventListener("input", refuseBlanks);
   const readNumber = () => (input.value === "" ? null : Number(input.value));
   const read = () => (kind === "number" ? readNumber() : input.value);
   return { label: h("label", {}, label, input), name, read };

@@ -40,20 +40,28 @@ function nearlyFullText({ policy, max_kv_size, cells, runs = [] }) {
 }
 
 /**
- * Returns a function to be called with each text in the message box, which shows its warning once it is counted.
- * @param {() => Room} room @param {(warning: string) => void} show
+ * Returns a function to be called with each text in the message box, and again when memory changes: it shows the warning once the text is counted.
+ * @param {() => Room} room @param {(warning: string) => void} show called with another warning
  */
 export function watchSize(room, show) {
-  let text = "";
+  let [text, shown] = ["", ""];
+  let counted = { text: "", tokens: 0 };
+  const say = (/** @type {string} */ warning) => {
+    if (warning !== shown) show(warning);
+    shown = warning;
+  };
   const measure = debounce(async () => {
-    const counted = text;
-    const { tokens } = await send("POST", "/tokenize", { content: counted, parse_special: false }).catch(() => ({ tokens: [] }));
-    if (counted === text) show(sizeWarning(tokens.length, room()));
+    const asked = text;
+    const answer = await send("POST", "/tokenize", { content: asked, parse_special: false }).catch(() => null);
+    if (asked !== text) return;
+    if (answer) counted = { text, tokens: answer.tokens.length };
+    say(answer ? sizeWarning(counted.tokens, room()) : "");
   }, 300);
   return (/** @type {string} */ written) => {
     text = written;
     const mostTokens = new Blob([text]).size; // a token has a byte at least
-    if (text.trim() && sizeWarning(mostTokens, room())) measure();
-    else show("");
+    if (!text.trim() || !sizeWarning(mostTokens, room())) say("");
+    else if (text === counted.text) say(sizeWarning(counted.tokens, room()));
+    else measure();
   };
 }

@@ -104,18 +104,24 @@ const residualText = (memory) => `${number(memory.residual_cells)} residual cell
 const NAMES = { window: "window (the newest)" };
 
 /**
+ * Returns pairs of a standing and what the legend says of it. A session's cells are those of each head, and so are residual ones.
+ * @param {Memory} memory @returns {[string, string][]}
+ */
+export function legendTexts(memory) {
+  const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
+  const residual = memory.residual_cells && Math.max(1, Math.round(residualCells(memory)));
+  entries.push(["residual", residual === 1 ? "cell per head" : "cells per head", residual], ["checkpoint", "places", memory.checkpoints.length]);
+  const evicts = memory.policy !== "full";
+  /** @param {string} name @param {string} unit @param {number} count */
+  const words = (name, unit, count) => (evicts && name === "kept" ? keptText(count) : `${(evicts && NAMES[name]) || name} ${number(count)} ${unit}`);
+  return entries.filter(([, , count]) => count).map((entry) => [entry[0], words(...entry)]);
+}
+
+/**
  * Creates the legend of a session: how many tokens have each standing.
  * @param {Memory} memory
  */
 export function legend(memory) {
-  const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
-  entries.push(["residual", "cells", memory.residual_cells], ["checkpoint", "places", memory.checkpoints.length]);
-  const evicts = memory.policy !== "full";
-  /** @param {string} name @param {string} unit @param {number} count */
-  const words = (name, unit, count) => (evicts && name === "kept" ? keptText(count) : `${(evicts && NAMES[name]) || name} ${number(count)} ${unit}`);
-  return h(
-    "ul",
-    { class: "legend", "aria-label": "Legend" },
-    entries.filter(([, , count]) => count).map((entry) => h("li", {}, h("span", { class: `swatch ${entry[0]}` }), ` ${words(...entry)}`)),
-  );
+  const entries = legendTexts(memory).map(([standing, text]) => h("li", {}, h("span", { class: `swatch ${standing}` }), ` ${text}`));
+  return h("ul", { class: "legend", "aria-label": "Legend" }, entries);
 }
