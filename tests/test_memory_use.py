@@ -113,6 +113,18 @@ def test_a_session_is_compressed_as_far_as_announced(
             session.compress(above, "kvzip", budget="heads")
 
 
+def test_a_compressed_session_is_compressed_as_far_as_announced() -> None:
+    session = MODEL.session(2000, policy="full")
+    session.feed((IDS * 3)[:400])
+    session.compress(2, "snapkv", recent=1)
+    highest = session.memory_use.highest_ratio
+    assert highest is not None
+    assert session.fork().compress(highest).cells_after
+    if highest < 16:
+        with pytest.raises(InvalidArgument):
+            session.compress(highest + 0.5)
+
+
 @pytest.mark.parametrize("policy", ["sliding", "archive"])
 def test_other_policies_than_full_are_not_compressed(policy: str) -> None:
     session = MODEL.session(64, policy=policy)

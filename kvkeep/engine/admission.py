@@ -74,15 +74,18 @@ class Admission:
             prepared = self._named_for_prompt(request, session_name, owner, revision)
         else:
             record = self._registry.load_idle(session_name, owner, revision)
+            if isinstance(request, GenerationRequest):
+                self._check_prompt(request, session_length=len(record.live.tokens))
+            prepared = PreparedSession(record, Reuse())
+        record, reuse = prepared.record, prepared.reuse
+        notes, state = record.notes, record.live.core.state
+        try:
             if isinstance(request, SessionRequest):
-                self._registry.reserve(record, request.most_tokens)  # before it changes anything
+                self._registry.reserve(record, request.most_tokens(record))
                 length_before = len(record.live.tokens)
                 request = request.make(record)
                 record.lower_token_counts(length_before)
-            self._check_prompt(request, session_length=len(record.live.tokens))
-            prepared = PreparedSession(record, Reuse())
-        record, reuse = prepared.record, prepared.reuse
-        try:
+                self._check_prompt(request, session_length=len(record.live.tokens))
             samplings = samplings or [request.sampling]
             require_own_constraints(samplings, self._samplings_in_progress())
             max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
@@ -96,6 +99,8 @@ class Admission:
         except BaseException:
             if not record.named and record.revision == 0:  # it was created for this prompt
                 self._registry.remove(record)
+            elif not state.memory.tokens:  # an empty session stays as it was
+                record.notes, record.live.core.state = notes, state
             raise
         record.activity = "generating"
         record.last_used = time.monotonic()

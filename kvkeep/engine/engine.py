@@ -149,9 +149,9 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Future[list[Generation]]:
         """Start a generation in a named session, or in one that is created for it.
 
-        request: for a named session also one that the session decides. session: its name. listener:
-        see `Generation`. revision: that the session must have. Raises as `Session.feed`, and
-        NoRoom, NoSuchSession, Busy, WrongRevision; a request that is refused changes no session.
+        request: for a named session also one that depends on it. session: its name. listener: see
+        `Generation`. revision: that the session must have. Raises as `Session.feed`, and NoRoom,
+        NoSuchSession, Busy, WrongRevision.
         """
         if not isinstance(request, SessionRequest) or session is None:
             validation.instance("request", request, GenerationRequest)
@@ -229,7 +229,10 @@ class Engine(AbstractContextManager["Engine"]):
         return self.call(function, self._operations)
 
     def run_in_steps(self, function: Callable[[SessionOperations], T]) -> Future[T]:
-        """Do as `run`; others go on whenever the function calls `yield_turn`, as a `progress`."""
+        """Do as `run`; others go on whenever the function calls `yield_turn`.
+
+        It passes `yield_turn` as the `progress` argument of operations that take long.
+        """
         return self._thread.submit_long(function, self._operations)
 
     def all_pins(self) -> Future[list[PrefixPin]]:

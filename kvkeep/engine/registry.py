@@ -195,13 +195,15 @@ class SessionRegistry:
         it was.
         """
         was_in_memory = record.session is not None
+        if not was_in_memory:  # before it is read in vain, by requests that try again and again
+            self._make_room(record.require_file().nbytes, requester=record)
         session = self.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
         is_counted = self.get(record.name, record.owner) is record and not record.busy
         counted_bytes = session.nbytes if is_counted else 0  # part of `self.nbytes`
         try:
             self._make_room(requested_bytes, counted_bytes, record)
-        except NoRoom:
+        except BaseException:
             if not was_in_memory:
                 record.session = None
             raise
@@ -235,7 +237,7 @@ class SessionRegistry:
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
         """Find a session and load it; it may be busy. Raises as `find` and `reserve`.
 
-        One that is in memory takes no more of it by being read.
+        Reading a session that is in memory reserves nothing.
         """
         record = self.find(name, owner, revision)
         if record.session is None:

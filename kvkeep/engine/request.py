@@ -66,14 +66,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """A request in a session that the session itself decides, such as a chat's next turn.
+    """A request that depends on its session, such as a chat's next turn.
 
     make: returns the request; called with the session's record at admission. It may change the
-    session. most_tokens: of the prompt and the answer together, for which there must be room.
+    session. most_tokens: returns how many tokens prompt and answer add at most; `make` is called
+    only if there is room for them.
     """
 
     make: Callable[[SessionRecord], GenerationRequest]
-    most_tokens: int
+    most_tokens: Callable[[SessionRecord], int]
 
 
 RequestLike = GenerationRequest | SessionRequest

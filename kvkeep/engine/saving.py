@@ -27,6 +27,9 @@ class SessionSaver:
     def save(self, record: SessionRecord) -> Future[int]:
         """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
         path, result = record.require_file().path, Future[int]()
+        if record.session is None:  # it was saved when it was evicted
+            result.set_result(record.revision)
+            return result
         snapshot, revision = self._registry.snapshot(record), record.revision
         record.saving_revision, record.save_failed_at = revision, math.inf
         self._pending_saves += 1

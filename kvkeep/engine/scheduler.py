@@ -1,5 +1,6 @@
 """The scheduler: what is admitted, decoded and prefilled next, and which session is evicted."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from kvkeep.errors import NoRoom
 from kvkeep.session.drafts import DraftPlanner, SpeculationOptions
 from kvkeep.session.speculation import sample_runs
 
+_log = logging.getLogger("kvkeep.engine")
 _MAX_BATCH_SIZE = 64  # sessions in a forward pass: more delay each token and save nothing
 _AGING_RATE = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
 _TOKENS_PER_PRIORITY = 2048  # tokens of a prompt that a priority higher by 1 outweighs
@@ -127,6 +129,7 @@ class Scheduler:
             decoding = self._in_phase("decode")
             for first in range(0, len(decoding), _MAX_BATCH_SIZE):
                 self._decode(decoding[first : first + _MAX_BATCH_SIZE])
+            self._remove_ended()  # an answer's end does not wait for another's prompt
             self._prefill()
         except Exception as error:  # no caller may wait forever
             for generation in self.running:
@@ -184,7 +187,12 @@ class Scheduler:
         ended = self._in_phase("done")
         self.running = [generation for generation in self.running if generation.phase != "done"]
         for generation in ended:
-            self._on_end(generation)
+            try:
+                self._on_end(generation)
+            except Exception:  # the others must end, too
+                _log.exception(
+                    "a generation in session %r was not released", generation.record.name
+                )
 
     def _in_phase(self, phase: Phase) -> list[Generation]:
         return [generation for generation in self.running if generation.phase == phase]

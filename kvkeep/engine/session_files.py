@@ -37,6 +37,14 @@ class SessionFile:
     def unlock(self) -> None:
         self._held_lock.close()
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the snapshot; 0 if there is none."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
     def remove(self) -> None:
         """Delete the snapshot and the marker, and unlock the session."""
         self.clear_marker()

@@ -248,6 +248,7 @@ class SessionOperations:
                 record.session = previous_session
                 raise
             record.mark_changed()
+            record.last_answer = record.last_prompt = None
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)

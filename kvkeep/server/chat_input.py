@@ -1,5 +1,6 @@
 """Prompt, constraint and reading of the answer of a conversation, for all chat APIs."""
 
+import re
 from asyncio import to_thread, wrap_future
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,15 @@ from kvkeep.server.service import GenerationResult, RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
 _TITLE_LENGTH = 60  # characters
+_LEADING_BLOCKS = re.compile(r"(\s*<([\w-]+)>.*?</\2>)+", re.DOTALL)
 
 
 def title_for(text: str) -> str:
-    """Return a title of a conversation that begins with a text, as the web UI gives it."""
-    line = text.strip().partition("\n")[0].strip()
+    """Return a title of a conversation that begins with a text, as the web UI gives it.
+
+    Blocks in tags at its beginning are left out: agents put reminders and their settings there.
+    """
+    line = (_LEADING_BLOCKS.sub("", text).strip() or text.strip()).partition("\n")[0].strip()
     return line if len(line) <= _TITLE_LENGTH else f"{line[: _TITLE_LENGTH - 3]}..."
 
 

@@ -120,8 +120,7 @@ def highest_ratio(memory: Memory) -> float | None:
     if memory.policy.name != "full" or not cells:
         return None
     budget = make_method(default_method_name(memory, None)).budget
-    num_unchanged = max(SINK_CELLS + MIN_RECENT_CELLS, num_pinned)  # at least
-    ratio = min(HIGHEST_RATIO, math.floor(2 * cells / num_unchanged) / 2)
+    ratio = min(HIGHEST_RATIO, math.floor(2 * cells / max(1, num_pinned)) / 2)  # pins stay
     while ratio > 1:
         try:
             recent = _default_recent(budget, ratio, cells, num_pinned)

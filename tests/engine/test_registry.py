@@ -64,6 +64,21 @@ def test_the_least_recently_used_session_is_evicted_and_a_pinned_one_never(tmp_p
         assert in_memory(engine) == {"a", "b", "d"}
 
 
+def test_a_session_stays_on_disk_that_is_saved_there_or_has_no_room(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=270) as engine:
+        for name in "abcd":
+            engine.create(name=name).result()
+            write(engine, name, 1, text(0, 60))
+        held = in_memory(engine)
+        assert "a" not in held
+        engine.save("a").result()
+        assert in_memory(engine) == held
+        with small_files_only(), pytest.raises(StoreError):  # none of the others can be evicted
+            engine.inspect("a", "0", _token_ids).result()
+        assert in_memory(engine) == held
+        assert engine.inspect("a", "0", _token_ids).result()[:60] == list(text(0, 60))
+
+
 def test_cells_stay_within_the_memory_limit(tmp_path: Path) -> None:
     draw, names = random.Random(3), "abcdefgh"
     with new_engine(tmp_path, cells=250) as engine:
@@ -91,7 +106,7 @@ def test_without_room_a_request_is_refused_and_nothing_is_left_behind() -> None:
         assert len(list(engine.generate(GenerationRequest(text(5, 40), 3, ignore_eos=True)))) > 3
 
 
-def test_a_refused_request_that_the_session_decides_does_not_change_it() -> None:
+def test_a_refused_request_that_depends_on_the_session_does_not_change_it() -> None:
     """Such as the continuation of an answer, which removes the answer's end token first."""
 
     def make(record: SessionRecord) -> GenerationRequest:
@@ -110,7 +125,7 @@ def test_a_refused_request_that_the_session_decides_does_not_change_it() -> None
         engine.generate(GenerationRequest(text(0, 8), 0), "chat").text()
         before = engine.inspect("chat", "0", _token_ids).result()
         with pytest.raises(NoRoom):
-            engine.generate(SessionRequest(make, 400), "chat")
+            engine.generate(SessionRequest(make, lambda _: 400), "chat")
         assert engine.inspect("chat", "0", _token_ids).result() == before
 
 

@@ -98,3 +98,61 @@ def test_a_change_is_reported_although_another_session_took_the_room(
             assert pin.status_code == 429  # this one was not made
             assert client.get("/v1/sessions/one/text").json()["revision"] == 1
             generation.cancel()
+
+
+def test_a_turn_that_repeats_the_system_prompt_needs_no_room_for_it(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    system = "Answer in one short sentence, and say where you know it from. " * 24
+    settings = {"max_kv_size": 2048, "prefill_step": 16}
+    session = smollm2.session(**settings)
+    session.feed(smollm2.text.encode(system))
+    most_bytes = max_session_bytes(session, len(session.tokens) // 2)
+    with (
+        running_server(
+            smollm2, tmp_path, limits=Limits(memory=most_bytes), settings=settings
+        ) as full,
+        full.client() as client,
+    ):
+        client.post("/v1/sessions", json={"name": "chat", **settings}).raise_for_status()
+        turn = {"content": "Hi.", "system": system, "max_tokens": 4, "temperature": 0}
+        for _ in range(2):
+            response = client.post("/v1/sessions/chat/turns", json=turn)
+            assert response.status_code == 200, response.text
+
+
+def test_a_refused_first_turn_leaves_no_system_prompt(smollm2: Model, tmp_path: Path) -> None:
+    settings = {"max_kv_size": 128, "policy": "full"}
+    with running_server(smollm2, tmp_path, settings=settings) as full, full.client() as client:
+        path = "/v1/sessions/chat"
+        client.post("/v1/sessions", json={"name": "chat"}).raise_for_status()
+        pirate = {"system": "Answer like a pirate.", "content": "Ships came. " * 80}
+        assert client.post(f"{path}/turns", json=pirate).status_code == 400
+        turn = {"content": "Hi.", "max_tokens": 2, "temperature": 0}
+        client.post(f"{path}/turns", json=turn).raise_for_status()
+        assert "pirate" not in str(client.get(f"{path}/text").json()["pieces"])
+
+
+def test_a_stored_response_waits_for_room_to_be_stored(smollm2: Model, tmp_path: Path) -> None:
+    """Its session may be evicted between the answer's end and the note of the response."""
+    settings = {"max_kv_size": 512, "prefill_step": 16}
+    ids = tuple(smollm2.text.encode(TEXT))
+    other_bytes = max_session_bytes(smollm2.session(**settings), len(ids) + 64)
+    started: list[Future[list[Generation]]] = []
+    limits = Limits(memory=other_bytes + 1)
+    with running_server(smollm2, tmp_path, limits=limits, settings=settings) as full:
+        engine = full.service.engine
+
+        def take_room(operation: Operation) -> None:
+            if operation.what == "generate" and not started:
+                request = GenerationRequest(ids, 64, ignore_eos=True, speculate=False)
+                started.append(engine.submit(request, None, operation.owner))
+
+        with full.client() as client:
+            stop = engine.watch(take_room)
+            body = {"input": "Hi.", "max_output_tokens": 2, "temperature": 0}
+            response = client.post("/v1/responses", json=body)
+            stop()
+            assert response.status_code == 200, response.text
+            stored = client.get(f"/v1/responses/{response.json()['id']}")
+            assert stored.json()["output"] == response.json()["output"]

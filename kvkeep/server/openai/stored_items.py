@@ -2,6 +2,7 @@
 
 from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvkeep.chat.openai_chat import parse_messages
@@ -25,7 +26,8 @@ async def store_response(
     """Store a response and the items that it answers in the notes of its session."""
     stored = [_stored_item(item) for item in items]
     notes = {_RESPONSE_NOTE: dict(response), _ITEMS_NOTE: stored}
-    await wrap_future(context.engine.set_notes(response["id"], context.owner, notes))
+    set_notes = partial(context.engine.set_notes, response["id"], context.owner, notes)
+    await context.service.admission_queue.admit(context.owner, set_notes)  # it may be on disk
 
 
 async def stored_response(response_id: str, context: RequestContext) -> dict[str, Any]:

@@ -143,10 +143,15 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     (sampling,) = body.samplings(context.default_sampling)
     model = context.service.model
     reader = await to_thread(model.renderer.new_reader)  # the first one renders with the template
-    ids = await to_thread(model.text.encode, (body.content or "") + (body.system or ""))
-    new_tokens = len(ids) + _TEMPLATE_TOKENS
-    make = partial(_turn_request, model, body, sampling)
-    request = SessionRequest(make, new_tokens + body.max_tokens)
+    new_tokens = 0  # of the message, in a chat that has begun
+    if body.content is not None:
+        ids = await to_thread(model.text.encode, body.content)
+        new_tokens = len(ids) + _TEMPLATE_TOKENS
+
+    def most_tokens(record: SessionRecord) -> int:
+        return new_tokens + body.max_tokens if record.live.tokens else 0
+
+    request = SessionRequest(partial(_turn_request, model, body, sampling), most_tokens)
     report, revision = await compact_before_turn(context, new_tokens)
     context = replace(context, revision=revision)
     extra = {} if report is None else {"compaction": report_fields(report)}
@@ -169,7 +174,7 @@ def _turn_request(
         )
     if chat.is_open:
         chat.end_turn()
-    ids = chat.begin_turn(question)
+    is_first, ids = not chat.last_turn, chat.begin_turn(question)
 
     def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
         if num_prefilled < len(ids):  # cancelled during prefill
@@ -180,7 +185,7 @@ def _turn_request(
 
     return GenerationRequest(
         *(tuple(ids), body.max_tokens, sampling),
-        title=title_for(question),
+        title=title_for(question) if is_first else "",
         speculate=body.speculate,
         on_end=on_end,
     )

@@ -141,7 +141,7 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
 async def save(context: SessionDep) -> Response:
-    """Save a session; responds when it is on disk, with what it was when it was saved."""
+    """Save a session; responds when it is on disk, with its fields when the save began."""
     begin_save = context.engine.begin_save
 
     def begin(operations: SessionOperations) -> tuple[dict[str, Any], Future[int]]:
