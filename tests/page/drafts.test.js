@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
-const { noteText } = await import(`${FILES}/message_note.js`);
+const { noteText, openNote } = await import(`${FILES}/message_note.js`);
 const { watchSize } = await import(`${FILES}/message_size.js`);
 const { isAsked } = await import(`${FILES}/turns.js`);
 
@@ -71,4 +71,11 @@ test("the note on an answer that was cut off offers Continue at the newest turn 
   assert.match(noteText("length", true), /^Cut off at the longest answer: Continue,/);
   assert.equal(noteText("length", false), "Cut off at the longest answer");
   assert.equal(noteText("stopped", true), noteText("stopped", false));
+});
+
+test("an answer without the end token is not ended, also in a browser that did not ask for it", () => {
+  const turn = (end) => ({ label: "turn 1", number: 1, start: 0, end, parts: [{ role: "question", start: 0, end: 2 }, { role: "answer", start: 3, end: 6 }] });
+  assert.equal(openNote(turn(6).parts[1], turn(6)), "open");
+  assert.equal(openNote(turn(7).parts[1], turn(7)), null);
+  assert.equal(openNote({ ...turn(2).parts[0] }, turn(2)), null);
 });

@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, compressText, removeText, heldText, instead, irreplaceableText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, canPin, cellsToPin, compressText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/misses.js`);
 
@@ -37,7 +37,7 @@ test("parts that are not held as a whole are named", () => {
   assert.equal(text({}, "question", 2, 4), "The message cannot be replaced, as not all of it is in memory.");
   assert.match(text({}, "answer", 3, 10), /^The answer cannot be replaced, as some of it is compressed\.$/);
   assert.match(text({ removable: [] }, "answer", 10, 12), /can only change the newest text\.$/);
-  assert.match(text({}, "answer", 9, 20), /nothing would be left to go on from\.$/);
+  assert.match(text({}, "answer", 9, 20), /as the text just before it is compressed\.$/);
 });
 
 test("what a change would free or cost is said by the cells that are held", () => {
@@ -97,6 +97,15 @@ test("a session goes back as far as the server says, and what it says is removed
   const removed = (fields) => [[4, 12], [9, 20], [12, 20]].map(([start, end]) => canRemove(held(fields), { start, end }));
   assert.deepEqual(removed(), [true, false, true]);
   assert.deepEqual(removed({ removable: ["kept", "window"] }), [false, false, true]);
+});
+
+test("what a session cannot go back over is named", () => {
+  const runs = [run("kept", 0, 4), run("forgotten", 4, 9), run("window", 9, 20)];
+  const text = (at, fields) => noWayBackText(memory({ tokens: 20, runs, ...fields }), at);
+  assert.equal(text(6), "some of the text from there on is forgotten");
+  assert.equal(text(9), "the text just before it is forgotten");
+  assert.equal(text(6, { runs: [run("compressed", 0, 20)] }), "some of the text from there on is compressed");
+  assert.equal(text(12), "the model's state after the text before it is not kept");
 });
 
 test("a session's last prompt is found among the misses, which name the nearest session", () => {

@@ -11,7 +11,7 @@ const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
-const { isUndoCopy, isUndoName, offeredStep, shownOperations } = await import(`${FILES}/undo.js`);
+const { isUndoCopy, isUndoName, offeredStep, shownOperations, sinceText } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
 const span = (start, end) => ({ start, end });
@@ -142,6 +142,14 @@ test("turns since a change are those with nothing that was said before it", () =
   const [system, fed] = ["system", "text"].map((role) => (text) => ({ parts: [{ role, text }] }));
   assert.deepEqual(since([system("new"), ...before, { parts: [] }], [system("old"), ...before], true), []);
   assert.deepEqual(since([fed("a text, and more")], [fed("a text")]), ["a text, and more"]);
+});
+
+test("what was said since a change counts new turns apart from a continued answer", () => {
+  const turn = (...texts) => ({ parts: texts.map((text, at) => ({ role: at ? "answer" : "question", text })) });
+  const earlier = [turn("A", "1"), turn("B", "2")];
+  assert.equal(sinceText([turn("B", "2 and on"), turn("C", "3")], earlier), "The continued answer and the turn");
+  assert.equal(sinceText([turn("B", "3"), turn("C")], earlier), "The 2 turns");
+  assert.equal(sinceText([], earlier), "");
 });
 
 test("a question and its answer are pinned apart, with all tokens of the turn", () => {

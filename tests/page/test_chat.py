@@ -492,7 +492,7 @@ def test_what_a_window_forgot_is_marked_and_asked_anew(page: Page, client: httpx
     expect(page.locator("#status")).to_have_text("Undone: pin.")
     assert texts(client, name) == before
     page.get_by_role("button", name="Edit").first.click()
-    expect(page.locator("dialog")).to_contain_text("not in memory any more")
+    expect(page.locator("dialog")).to_contain_text("from there on is forgotten")
     page.locator("dialog [name=text]").fill("Name the capital of Peru.")
     page.locator("dialog button.main").click()
     expect(page.locator("h1")).to_have_text("Name the capital of Peru.")

@@ -128,9 +128,12 @@ def test_undo_of_an_answer_that_was_continued_asks(page: Page, client: httpx.Cli
     wait_until_idle(page)
     continued = texts(client, name)
     undo.click()
-    expect(page.locator("dialog")).to_contain_text("The turn since then will be kept in a branch")
+    expect(page.locator("dialog")).to_contain_text("The continued answer since then will")
     page.locator("dialog").get_by_role("button", name="Undo").click()
-    expect(page.locator("#status")).to_contain_text("Undone: regenerate. The turn since then is in")
+    expect(page.locator("#status")).to_have_text(
+        "Undone: regenerate. The continued answer since then: see the newest branch of this "
+        "conversation."
+    )
     assert texts(client, name) == before
     branches = [
         entry["name"]

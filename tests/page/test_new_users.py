@@ -203,7 +203,7 @@ def test_a_message_larger_than_the_memory_is_warned_of_before_it_is_sent(
 
 
 def test_a_stopped_answer_is_marked(page: Page, server: RunningServer) -> None:
-    """After a reload, and in a branch, until it is continued to its end."""
+    """After a reload, a refused message, and in a branch, until it is continued to its end."""
     page.goto("/#/")
     page.locator("#words").fill("Write a long story about a ship.")
     page.locator("#words").press("Enter")
@@ -213,9 +213,25 @@ def test_a_stopped_answer_is_marked(page: Page, server: RunningServer) -> None:
     expect(mark).to_have_text("Stopped before its end")
     page.reload()
     expect(mark).to_have_text("Stopped before its end")
+    refusal = {"error": {"message": "Refused."}}
+    page.route("**/turns", lambda route: route.fulfill(status=400, json=refusal))
+    page.locator("#words").fill("Go on.")
+    page.locator("#words").press("Enter")
+    expect(page.locator("#status")).to_have_text("Refused.")
+    expect(mark).to_have_text("Stopped before its end")
+    page.unroute_all()
+    page.locator("#words").fill("")
     page.get_by_role("button", name="Branch", exact=True).click()
     expect(page.locator("h1")).to_contain_text("(branch)")
     expect(mark).to_have_text("Stopped before its end")
+
+
+def test_an_answer_of_another_client_without_an_end_is_marked(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "not-ended", turns=2)
+    page.goto("/#/chat/not-ended")
+    expect(page.locator(".answer .standing")).to_have_text(["Not ended: Continue"])
 
 
 @pytest.mark.parametrize("width", [1440, 390])

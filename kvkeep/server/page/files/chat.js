@@ -193,7 +193,7 @@ export class ChatView {
     this.frame.setTitle(titleOf(memory));
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
-    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory.name, part, turn === turns.at(-1)), standingNote(memory, part)]));
+    const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory, part, turn, turn === turns.at(-1)), standingNote(memory, part)]));
     if (elements.length) this.frame.drawTurns(elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns);

@@ -20,8 +20,8 @@ export class ChatAnswers {
     this.chat = chat;
     /** @type {AbortController | null} */
     this.running = null; // while an answer is generated
-    /** @type {string | null} */
-    this.finishReason = null; // of the last answer, if it was not stopped
+    /** @type {"length" | "full" | null} */
+    this.cutOff = null; // why the last answer ended, if neither the model nor the reader ended it
     this.mayForget = false; // whether it is still to be said that older text is forgotten
     /** @type {number | null} */
     this.appendedRevision = null; // in which the session's tokens are those of before, and an answer
@@ -111,7 +111,7 @@ export class ChatAnswers {
     if (turn.isEmpty && isStopped) turn.note("Stopping...");
     this.running = null;
     if (chat.signal.aborted) return mayBeLost && this.giveBack(body.content);
-    await this.settle(isStopped ? "stopped" : this.finishReason === "length" ? "length" : null);
+    await this.settle(isStopped ? "stopped" : this.cutOff, before);
     if (mayBeLost) this.checkMessage(body.content, before, isStopped);
     if (failure) showStatus(changeError(failure), true);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
@@ -129,7 +129,7 @@ export class ChatAnswers {
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
   async receive(body, turn, signal) {
-    this.finishReason = null;
+    this.cutOff = null;
     const { revision } = /** @type {Memory} */ (this.chat.memory);
     const options = { headers: changeHeaders(revision), signal };
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
@@ -137,7 +137,7 @@ export class ChatAnswers {
       else if (kind === "token") turn.push(event);
       else if (kind === "error") throw new Error(event.error.message);
       else if (kind === "done") {
-        this.finishReason = event.finish_reason;
+        if (["length", "full"].includes(event.finish_reason)) this.cutOff = event.finish_reason;
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
       }
     }
@@ -152,8 +152,8 @@ export class ChatAnswers {
   }
 
   // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.
-  /** @param {import("./message_note.js").Note | null} note */
-  async settle(note) {
+  /** @param {import("./message_note.js").Note | null} note @param {number} before tokens of the session */
+  async settle(note, before) {
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (!this.chat.memory?.busy) break;
@@ -163,7 +163,7 @@ export class ChatAnswers {
     if (!memory) return;
     this.sayIfForgetting(memory);
     const part = turns.at(-1)?.parts.at(-1);
-    if (part?.role === "answer") keepNote(memory.name, part, note);
+    if (part?.role === "answer" && memory.tokens !== before) keepNote(memory.name, part, note);
     this.chat.draw();
   }
 }

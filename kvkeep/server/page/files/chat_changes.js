@@ -5,11 +5,12 @@ import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFo
 import { conversationsChanged } from "./conversations.js";
 import { get, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
+import { noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { fetchPieces } from "./pieces.js";
 import { canGoBackTo, turnsOf, turnsSince, turnText } from "./turns.js";
-import { dropUndo, keepUndo, undo } from "./undo.js";
+import { dropUndo, keepUndo, sinceText, undo } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -17,10 +18,8 @@ import { dropUndo, keepUndo, undo } from "./undo.js";
 const IN_A_BRANCH = "The new message is asked in a branch; this conversation stays as it is.";
 const BRANCHED = "You are in a branch now. The conversation that it left stays as it is: “Back to” beside the title leads there.";
 const BEGUN_ANEW = "You are in a new conversation now. The one before stays as it is: “Back to” beside the title leads there.";
-const IN_A_NEW_ONE =
-  "What led up to this message is not in memory any more, so the model cannot go back to it: the new message begins a conversation without the turns before. This one stays as it is.";
-const NO_WAY_BACK =
-  "This turn takes more than the memory holds, so the model cannot go back to its beginning. Edit its message to ask it in a new conversation.";
+const IN_A_NEW_ONE = "the new message begins a conversation without the turns before. This one stays as it is.";
+const ASK_ANEW = "Edit its message to ask it in a new conversation.";
 
 export class ChatChanges {
   /** @param {import("./chat.js").ChatView} chat */
@@ -86,10 +85,9 @@ export class ChatChanges {
     await this.chat.reload(); // an answer that another client asked for may have ended just now
     const { memory } = this.chat;
     if (!memory) return;
-    const later = await this.turnsSince(step);
-    if (later.length) {
-      const turns = later.length === 1 ? "The turn" : `The ${later.length} turns`;
-      const text = `This takes the conversation back to before that change. ${turns} since then will be kept in a branch.`;
+    const later = await this.saidSince(step);
+    if (later) {
+      const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
       if (!(await promptDialog(`Undo ${step.operation}?`, [], "Undo", h("p", {}, text)))) return;
       if (!(await this.fork(null, ""))) return;
     }
@@ -102,26 +100,26 @@ export class ChatChanges {
     }
     this.chat.memory = null;
     await this.reloadAll();
-    const turns = later.length === 1 ? "turn since then is" : "turns since then are";
-    const kept = later.length ? ` The ${turns} in the newest branch of this conversation.` : "";
+    const kept = later ? ` ${later} since then: see the newest branch of this conversation.` : "";
     showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.${kept}`, failure !== null);
   }
 
-  // Returns the turns that were added after a change.
+  // Returns in words what was added after a change; "" for nothing.
   /** @param {import("./undo.js").Step} step */
-  async turnsSince(step) {
+  async saidSince(step) {
     const before = /** @type {Memory} */ (await get(`/v1/sessions/${step.name}/memory`));
     const pieces = await fetchPieces(step.name, 0, before.tokens);
     const isAsRegenerated = () => this.chat.turns.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(this.chat.name || "").regenerated);
     const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
-    return turnsSince(this.chat.turns, turnsOf(before, pieces.map(({ text }) => text)), allowsChange);
+    const earlier = turnsOf(before, pieces.map(({ text }) => text));
+    return sinceText(turnsSince(this.chat.turns, earlier, allowsChange), earlier);
   }
 
   // Removes an answer, and has the question answered once more, which stays with its pins.
   /** @param {Part} answer */
   async regenerate(answer) {
     const memory = /** @type {Memory} */ (this.chat.memory);
-    if (!canGoBackTo(memory, answer.start)) return showStatus(NO_WAY_BACK, true);
+    if (!canGoBackTo(memory, answer.start)) return showStatus(`The model cannot go back to where this answer begins, as ${noWayBackText(memory, answer.start)}. ${ASK_ANEW}`, true);
     const count = memory.tokens - answer.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
     if (!(await this.change("regenerate", rewind, ""))) return;
@@ -134,8 +132,9 @@ export class ChatChanges {
   async editQuestion(turn, question) {
     const fields = [{ name: "text", label: "Message", kind: "textarea", value: question.text, required: true }];
     const at = this.chat.turns[0] === turn ? 0 : turn.start;
-    const isHeld = canGoBackTo(/** @type {Memory} */ (this.chat.memory), at);
-    const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : IN_A_NEW_ONE);
+    const memory = /** @type {Memory} */ (this.chat.memory);
+    const isHeld = canGoBackTo(memory, at);
+    const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : `The model cannot go back to this message, as ${noWayBackText(memory, at)}: ${IN_A_NEW_ONE}`);
     const values = await promptDialog("Edit message", fields, "Send", note);
     if (!values) return;
     const text = String(values.text);

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, canPin, cellsToPin, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, canPin, cellsToPin, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -116,7 +116,7 @@ function turnElements(memory, turn, actions) {
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
     ...(held.length ? turn.parts.filter((part) => !replaceable.includes(part)).map((part) => irreplaceableText(memory, part)) : []),
     isRemovable || !held.length ? "" : `It cannot be removed: ${fixedText(memory, turn)}.`,
-    canBranch ? "" : "No branch can begin here, as part of what leads up to this place is forgotten. Edit asks a message anew.",
+    canBranch ? "" : `No branch can begin here, as ${noWayBackText(memory, end)}. Edit asks a message anew.`,
   ];
   return [
     heading,

@@ -1,6 +1,6 @@
 // What the memory beside the chat says, as sentences: values only, no elements.
 
-import { canGoBackTo, cellsOf, countOf, sharesOf, standingText, withoutEnd } from "./turns.js";
+import { canGoBackTo, cellsOf, countOf, sharesOf, standingText, statusOf, withoutEnd } from "./turns.js";
 
 /** @param {number} value */
 const count = (value) => Math.round(value).toLocaleString("en-US");
@@ -42,12 +42,30 @@ export function removeText(memory, { start, end }, bytes) {
  */
 export const nameOf = (role) => (role === "question" ? "message" : role);
 
+/** @type {[string, string][]} */
+const UNHELD = [
+  ["forgotten", "forgotten"],
+  ["compressed", "compressed"],
+  ["grouped", "seen at coarser distances"],
+];
+
+/**
+ * Returns why a session cannot go back to its first `at` tokens: it goes back over text that it holds as it was, and to a token that it holds.
+ * @param {Memory} memory @param {number} at
+ */
+export function noWayBackText(memory, at) {
+  const after = sharesOf(memory, at, memory.tokens);
+  for (const [standing, words] of UNHELD) if (after.some((share) => share.standing === standing)) return `some of the text from there on is ${words}`;
+  const before = UNHELD.find(([standing]) => standing === statusOf(memory, at - 1));
+  return before ? `the text just before it is ${before[1]}` : "the model's state after the text before it is not kept";
+}
+
 /**
  * Returns why a range cannot be removed or replaced.
  * @param {Memory} memory @param {{start: number, end: number}} range
  */
 export function fixedText(memory, { start, end }) {
-  if (end === memory.tokens && !canGoBackTo(memory, start)) return "what stands before it is forgotten, so nothing would be left to go on from";
+  if (end === memory.tokens && !canGoBackTo(memory, start)) return noWayBackText(memory, start);
   if (!memory.removable.length) return "this model or policy can only change the newest text";
   const isCompressed = sharesOf(memory, start, end).some(({ standing }) => standing === "compressed");
   return isCompressed ? "some of it is compressed" : "not all of it is in memory";

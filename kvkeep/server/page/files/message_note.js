@@ -4,9 +4,10 @@ import { h } from "./dom.js";
 import { keep, keptOf } from "./chat_settings.js";
 
 /** @typedef {import("./turns.js").Part} Part */
-/** @typedef {"stopped" | "length" | "replaced"} Note */
+/** @typedef {import("./turns.js").Turn} Turn */
+/** @typedef {"stopped" | "length" | "full" | "replaced" | "open"} Note  open: an answer without an end, it is not known why */
 
-const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer", replaced: "Replaced" };
+const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer", full: "Cut off, as memory is full", replaced: "Replaced", open: "Not ended" };
 
 // An answer of the same name that was generated again, or replaced, is another one.
 /** @param {{text: string}} part */
@@ -38,13 +39,22 @@ export function noteOf(name, part) {
  * Returns a note in words. isNewest: whether the message's turn is the newest one, which can be continued.
  * @param {Note} note @param {boolean} isNewest
  */
-export const noteText = (note, isNewest) => TEXTS[note] + (note === "length" && isNewest ? ": Continue, or allow more in Settings" : "");
+export const noteText = (note, isNewest) => TEXTS[note] + ((isNewest && NEXT[note]) || "");
+
+/** @type {Partial<Record<Note, string>>} */
+const NEXT = { length: ": Continue, or allow more in Settings", open: ": Continue" };
+
+/**
+ * Returns the note on a part of the newest turn that nothing was kept of. An answer that the model ended has the end token behind it.
+ * @param {Part} part @param {Turn} turn
+ */
+export const openNote = ({ role, end }, turn) => (role === "answer" && turn.parts.length > 1 && end === turn.end ? "open" : null);
 
 /**
  * Creates the note on a message; null if there is none.
- * @param {string} name of its session @param {Part} part @param {boolean} isNewest as of `noteText`
+ * @param {Memory} memory @param {Part} part @param {Turn} turn @param {boolean} isNewest as of `noteText`
  */
-export function noteElement(name, part, isNewest) {
-  const note = noteOf(name, part);
+export function noteElement({ name, busy }, part, turn, isNewest) {
+  const note = noteOf(name, part) || (isNewest && !busy ? openNote(part, turn) : null);
   return note && h("span", { class: "standing" }, noteText(note, isNewest));
 }

@@ -2,6 +2,8 @@
 
 import { get, send } from "./api.js";
 
+/** @typedef {import("./turns.js").Turn} Turn */
+
 const MOST = 5; // forks of one session
 const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 
@@ -74,6 +76,19 @@ export async function dropObsolete(session, tokens) {
   const steps = await undoSteps(session);
   const first = steps.findIndex((step) => !isObsolete(step, tokens));
   for (const { name } of first < 0 ? steps : steps.slice(0, first)) await send("DELETE", `/v1/sessions/${name}`);
+}
+
+/**
+ * Returns what was said since an earlier state of a conversation, in words; "" for nothing.
+ * @param {Turn[]} turns that are new, or went on @param {Turn[]} earlier
+ */
+export function sinceText(turns, earlier) {
+  const isContinued = (/** @type {Turn} */ { parts: [asked, answer] }) =>
+    answer && earlier.some(({ parts: [question, begun] }) => begun && question.text === asked.text && answer.text.startsWith(begun.text));
+  const continued = turns.filter(isContinued).length;
+  const added = turns.length - continued;
+  const texts = [continued ? "the continued answer" : "", added === 1 ? "the turn" : added ? `the ${added} turns` : ""];
+  return texts.filter(Boolean).join(" and ").replace(/^t/, "T");
 }
 
 /** @param {string} session */
