@@ -7,7 +7,7 @@ const FILES = "../../kvkeep/server/page/files";
 const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
 const { noteText, openNote } = await import(`${FILES}/message_note.js`);
 const { watchSize } = await import(`${FILES}/message_size.js`);
-const { isAsked } = await import(`${FILES}/turns.js`);
+const { unreadOf } = await import(`${FILES}/turns.js`);
 
 test("a draft is kept by its conversation, until that is shown again", () => {
   const draft = { text: "And of", files: [] };
@@ -60,11 +60,11 @@ test("a message that was not sent is put before the draft", () => {
 
 test("a message was read to its end if the newest turn says all of it, and what the template adds", () => {
   const turn = (text, end, ...others) => ({ label: "turn 1", number: 1, start: 0, end, parts: [{ label: "", role: "question", start: 1, end: 5, text }, ...others] });
-  assert.ok(isAsked([turn("Hi there", 9)], "Hi there\n"));
-  assert.ok(!isAsked([turn("Hi there", 5)], "Hi there"));
-  assert.ok(!isAsked([turn("Hi", 5)], "Hi there"));
-  assert.ok(!isAsked([turn("Hi there", 9), turn("Hi", 9)], "Hi there"));
-  assert.ok(!isAsked([], "Hi there"));
+  assert.equal(unreadOf([turn("Hi there", 9)], "Hi there\n"), "");
+  assert.equal(unreadOf([turn("Hi there", 5)], "Hi there"), "Hi there");
+  assert.equal(unreadOf([turn("Hi", 5)], "Hi there"), " there");
+  assert.equal(unreadOf([turn("Hi there", 9), turn("Hey", 9)], "Hi there"), "Hi there");
+  assert.equal(unreadOf([], "Hi there"), "Hi there");
 });
 
 test("the note on an answer that was cut off offers Continue at the newest turn alone", () => {

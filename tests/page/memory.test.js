@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, compressText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, canPin, cellsToPin, compressText, fullText, nowForgets, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/misses.js`);
 
@@ -106,6 +106,16 @@ test("what a session cannot go back over is named", () => {
   assert.equal(text(9), "the text just before it is forgotten");
   assert.equal(text(6, { runs: [run("compressed", 0, 20)] }), "some of the text from there on is compressed");
   assert.equal(text(12), "the model's state after the text before it is not kept");
+});
+
+test("what memory forgot and why a message was refused is said with the numbers", () => {
+  assert.match(nowForgets(1), /^Memory is full: the oldest text is forgotten, 1 token so far\./);
+  const full = memory({ policy: "full", cells: 120, max_kv_size: 128 });
+  assert.match(fullText(full), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\), send a shorter message, or begin a chat with another policy/);
+  assert.match(fullText({ ...full, policy: "self_extend" }), /evicts nothing\. Send a shorter message/);
+  assert.match(stoppedText(210, 57, false), /^Stopped\. 210 tokens of the message were read and stay as a turn\. 57 tokens of older text are forgotten for it\. The rest of the message is in the box\.$/);
+  assert.match(stoppedText(30, 0, true), /read and stays: Answer has it answered\.$/);
+  assert.match(stoppedText(0, 0, false), /memory is as before/);
 });
 
 test("a session's last prompt is found among the misses, which name the nearest session", () => {

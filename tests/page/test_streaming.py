@@ -63,7 +63,7 @@ def test_it_is_said_before_a_message_that_memory_becomes_full(
     page.locator("dialog [name=temperature]").fill("2")
     page.locator("dialog button.main").click()
     page.locator("#words").press("Enter")
-    expect(page.locator("#status")).to_contain_text("Memory is full: from now on")
+    expect(page.locator("#status")).to_contain_text("Memory is full: the oldest text")
     expect(page.locator(".turn.open")).to_have_count(1)  # said while it is answered
     page.get_by_role("button", name="Stop", exact=True).click()
     expect(page.locator(".turn.open")).to_have_count(0)

@@ -1,14 +1,13 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
-import { CHANGED } from "./session_change.js";
+import { BUSY_ELSEWHERE, CHANGED } from "./session_change.js";
 import { ApiError, get, messageOf } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { ChatFrame } from "./chat_frame.js";
 import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
-import { keptOf, titleOf } from "./chat_settings.js";
-import { withParent } from "./conversations.js";
-import { BUSY } from "./composer.js";
+import { titleOf } from "./chat_settings.js";
+import { originOf } from "./conversations.js";
 import { fill, h, showStatus, statusText } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
 import { knownSessions, onSessions } from "./session_list.js";
@@ -22,6 +21,7 @@ import { offeredStep, stepsAmong } from "./undo.js";
 /** @typedef {import("./turns.js").Turn} Turn */
 
 const WATCH_EVERY = 1000; // milliseconds, while a model generates
+const BUSY = "Wait until the answer is complete, or stop it.";
 
 /**
  * Shows a conversation, or the beginning of a new one.
@@ -83,7 +83,11 @@ export class ChatView {
       if (!operation || operation.what === "delete") this.isOutdated = true; // revisions may start again
       reloadSoon();
     }, signal);
-    onSessions(() => this.drawHeader(), signal);
+    onSessions((entries) => {
+      this.drawHeader();
+      const isElsewhere = !this.busy && !this.memory?.busy && entries.some(({ name, busy }) => busy && name === this.name);
+      if (isElsewhere) this.reload();
+    }, signal);
     const timer = setInterval(() => this.watch(), WATCH_EVERY);
     signal.addEventListener("abort", () => clearInterval(timer));
   }
@@ -155,7 +159,7 @@ export class ChatView {
     if (this.signal.aborted || name !== this.name) return;
     if (before && before.revision === memory.revision && before.tokens === memory.tokens) {
       this.memory = memory;
-      return;
+      return this.drawBusy();
     }
     const isAppended = memory.revision === this.answers.appendedRevision;
     const first = before && isAppended ? Math.min(before.tokens, memory.tokens) : 0;
@@ -163,6 +167,7 @@ export class ChatView {
     if (this.signal.aborted || name !== this.name) return;
     [this.memory, this.isOutdated] = [memory, false];
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
+    this.drawBusy();
     if (!this.answers.running) this.draw();
   }
 
@@ -223,8 +228,8 @@ export class ChatView {
    * @param {() => Promise<any>} run @param {{focus: (options?: FocusOptions) => void}} [next] that has the focus afterwards
    */
   async exclusively(run, next = this.frame.box) {
-    if (this.busy) {
-      showStatus(BUSY);
+    if (this.busyText) {
+      showStatus(this.busyText, false, true);
       return false;
     }
     const pressed = /** @type {HTMLElement} */ (document.activeElement);
@@ -235,7 +240,6 @@ export class ChatView {
       await run();
     } finally {
       this.setBusy(false); // only now: the next turn is for the revision that is shown
-      if (statusText() === BUSY) showStatus("");
     }
     const hasMoved = ![pressed, document.body].includes(/** @type {HTMLElement} */ (document.activeElement));
     if (!this.signal.aborted && !hasMoved) next.focus({ preventScroll: true });
@@ -254,7 +258,18 @@ export class ChatView {
   /** @param {boolean} busy */
   setBusy(busy) {
     this.busy = busy;
-    this.frame.setBusy(busy);
+    this.drawBusy();
+  }
+
+  // Why nothing can be begun now; "" if it can.
+  get busyText() {
+    if (this.busy) return BUSY;
+    return this.memory?.busy ? BUSY_ELSEWHERE : "";
+  }
+
+  drawBusy() {
+    this.frame.setBusy(this.busyText);
+    if (!this.busyText && [BUSY, BUSY_ELSEWHERE].includes(statusText() || "")) showStatus("");
   }
 
   keepView() {
@@ -283,15 +298,3 @@ export class ChatView {
 
 // What has the focus: a link by where it leads, as a list that is drawn again has others.
 const focusNow = () => document.activeElement?.getAttribute("href") || document.activeElement;
-
-/**
- * Returns the conversation that a branch left, or that another one was begun from; null if that is not there, or there was none.
- * @param {SessionEntry[]} entries all sessions @param {string} name
- * @returns {import("./chat_frame.js").Origin | null}
- */
-function originOf(entries, name) {
-  const own = entries.find((entry) => entry.name === name);
-  const parent = own && withParent(own).parent;
-  const origin = own && entries.find((entry) => entry.name === (parent || keptOf(name).branchOf) && entry.name !== name);
-  return origin ? { kind: parent ? "Branch" : "New conversation", name: origin.name, title: titleOf(origin) } : null;
-}

@@ -1,18 +1,18 @@
 // The answers of a conversation: sent messages, and what is generated for them, as it comes.
 
 import { changeError, changeHeaders } from "./session_change.js";
-import { get, messageOf, send, streamEvents } from "./api.js";
+import { ApiError, get, messageOf, send, streamEvents } from "./api.js";
 import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
-import { fill, number, showStatus } from "./dom.js";
+import { fill, showStatus } from "./dom.js";
 import { openTurn, systemElement } from "./message.js";
+import { fullText, nowForgets, stoppedText } from "./memory_text.js";
 import { keepNote } from "./message_note.js";
-import { countOf, isAsked, nextNumber } from "./turns.js";
+import { countOf, nextNumber, unreadOf } from "./turns.js";
 import { dropObsolete } from "./undo.js";
 
 const SETTLE_TRIES = 100;
 const SETTLE_EVERY = 100; // milliseconds
-const NOW_FORGETS = "Memory is full: from now on the oldest text is forgotten. Pin what must stay.";
 
 export class ChatAnswers {
   /** @param {import("./chat.js").ChatView} chat */
@@ -98,7 +98,6 @@ export class ChatAnswers {
   async stream(body, turn) {
     const { chat } = this;
     const memory = /** @type {Memory} */ (chat.memory);
-    const { tokens: before } = memory;
     this.mayForget = !countOf(memory, "forgotten");
     this.running = new AbortController();
     chat.frame.box.setStoppable(true);
@@ -108,23 +107,36 @@ export class ChatAnswers {
     chat.frame.box.setStoppable(false);
     const isStopped = signal.aborted;
     const mayBeLost = body.content && (turn.isEmpty || failure);
+    const isRefused = failure instanceof ApiError && failure.status > 0; // before anything was read
     if (turn.isEmpty && isStopped) turn.note("Stopping...");
     this.running = null;
     if (chat.signal.aborted) return mayBeLost && this.giveBack(body.content);
-    await this.settle(isStopped ? "stopped" : this.cutOff, before);
-    if (mayBeLost) this.checkMessage(body.content, before, isStopped);
-    if (failure) showStatus(changeError(failure), true);
+    await this.settle(isStopped ? "stopped" : this.cutOff, memory.tokens);
+    if (chat.failedToLoad && !isRefused) turn.unconfirm();
+    else if (chat.memory) chat.draw();
+    if (mayBeLost) this.checkMessage(body.content, memory, isStopped);
+    if (failure) this.showFailure(failure);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
   }
 
-  // Puts a message without an answer back into the box if it does not stay in memory.
-  /** @param {string} content @param {number} before tokens of the session @param {boolean} isStopped */
+  // Puts what was not read of a message without an answer back into the box.
+  /** @param {string} content @param {Memory} before @param {boolean} isStopped */
   checkMessage(content, before, isStopped) {
-    const read = (this.chat.memory?.tokens || 0) - before;
-    const stays = read > 0 && isAsked(this.chat.turns, content);
-    if (!stays) this.giveBack(content);
-    if (isStopped) showStatus(stoppedText(read, stays));
+    const { memory, turns, failedToLoad } = this.chat;
+    const read = (memory?.tokens || 0) - before.tokens;
+    const rest = read > 0 ? unreadOf(turns, content) : content;
+    if (rest) this.giveBack(rest);
+    const lost = memory ? countOf(memory, "forgotten") - countOf(before, "forgotten") : 0;
+    if (isStopped && !failedToLoad) showStatus(stoppedText(read, lost, !rest), false, true);
+  }
+
+  /** @param {unknown} failure */
+  showFailure(failure) {
+    const { memory, frame } = this.chat;
+    const isFull = failure instanceof ApiError && failure.code === "context_length_exceeded";
+    if (isFull && memory?.policy === "full") frame.panel.openCompress();
+    showStatus(isFull && memory ? fullText(memory) : changeError(failure), true);
   }
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
@@ -135,7 +147,7 @@ export class ChatAnswers {
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
       if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
       else if (kind === "token") turn.push(event);
-      else if (kind === "error") throw new Error(event.error.message);
+      else if (kind === "error") throw new ApiError(0, event.error.message, event.error.code);
       else if (kind === "done") {
         if (["length", "full"].includes(event.finish_reason)) this.cutOff = event.finish_reason;
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
@@ -146,9 +158,10 @@ export class ChatAnswers {
   // Says once that this answer, or its message, made memory full.
   /** @param {Memory} memory */
   sayIfForgetting(memory) {
-    if (!this.mayForget || !countOf(memory, "forgotten")) return;
+    const lost = countOf(memory, "forgotten");
+    if (!this.mayForget || !lost) return;
     this.mayForget = false;
-    showStatus(NOW_FORGETS);
+    showStatus(nowForgets(lost));
   }
 
   // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.
@@ -156,7 +169,7 @@ export class ChatAnswers {
   async settle(note, before) {
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
-      if (!this.chat.memory?.busy) break;
+      if (note !== "stopped" || !this.chat.memory?.busy) break;
       await new Promise((resolve) => setTimeout(resolve, SETTLE_EVERY));
     }
     const { memory, turns } = this.chat;
@@ -164,14 +177,5 @@ export class ChatAnswers {
     this.sayIfForgetting(memory);
     const part = turns.at(-1)?.parts.at(-1);
     if (part?.role === "answer" && memory.tokens !== before) keepNote(memory.name, part, note);
-    this.chat.draw();
   }
 }
-
-/** @param {number} read tokens of a stopped message that stay in memory @param {boolean} isWhole */
-const stoppedText = (read, isWhole) =>
-  isWhole
-    ? "Stopped. The message had been read and stays: Answer has it answered."
-    : read > 0
-      ? `Stopped. ${number(read)} tokens of the message were read and stay, as older text was forgotten for them. The message is back in the box.`
-      : "Stopped: memory is as before, and the message is back in the box.";

@@ -158,11 +158,11 @@ export class ChatFrame {
     return bar || this.log.querySelector(".turn.selected button.memory") || this.panelButton;
   }
 
-  /** @param {boolean} busy */
-  setBusy(busy) {
-    this.box.setBusy(busy);
-    this.element.classList.toggle("busy", busy);
-    this.buttons.inert = busy;
+  /** @param {string} reason why nothing can be changed now, "" if it can */
+  setBusy(reason) {
+    this.box.setBusy(reason);
+    this.element.classList.toggle("busy", Boolean(reason));
+    this.buttons.inert = Boolean(reason);
     this.disableChanges();
   }
 

@@ -7,8 +7,6 @@ import { watchSize } from "./message_size.js";
 
 const MAX_FILE_BYTES = 2_000_000;
 
-export const BUSY = "Wait until the answer is complete, or stop it.";
-
 /**
  * Creates the files that are attached to a message, as a list of chips and a picker.
  * @param {() => void} onChange
@@ -66,7 +64,7 @@ export function composer(onSend, onStop, onSettings, room) {
   const sendButton = h("button", { class: "main" }, "Send");
   const stopButton = h("button", { type: "button", hidden: true, onclick: onStop }, "Stop");
   const settingsButton = h("button", { type: "button", onclick: onSettings }, "Settings");
-  let busy = false;
+  let busy = ""; // why nothing can be sent
 
   const resize = () => {
     input.style.height = "auto";
@@ -75,7 +73,7 @@ export function composer(onSend, onStop, onSettings, room) {
   const send = () => {
     const files = attached.files();
     if (!input.value.trim() && !files.length) return;
-    if (busy) return showStatus(BUSY);
+    if (busy) return showStatus(busy, false, true);
     const text = withFiles(input.value, files);
     input.value = "";
     attached.show([]);
@@ -121,11 +119,11 @@ export function composer(onSend, onStop, onSettings, room) {
     element: form,
     focus: () => input.focus({ preventScroll: true }),
     measure: measureAll,
-    /** @param {boolean} value */
-    setBusy(value) {
-      busy = value;
-      sendButton.disabled = value;
-      settingsButton.disabled = value; // it changes the conversation, too
+    /** @param {string} reason "" if a message can be sent */
+    setBusy(reason) {
+      busy = reason;
+      sendButton.disabled = Boolean(reason);
+      settingsButton.disabled = Boolean(reason); // it changes the conversation, too
     },
     /** @param {boolean} value whether an answer is generated */
     setStoppable(value) {

@@ -96,6 +96,18 @@ export function conversations(container, edits) {
 /** @param {Entry} entry @returns {Entry} */
 export const withParent = (entry) => (entry.parent && isUndoName(entry.parent) ? { ...entry, parent: keptOf(entry.name).branchOf || null } : entry);
 
+/**
+ * Returns the conversation that a branch left, or that another one was begun from; null if that is not there, or there was none.
+ * @param {Entry[]} entries all sessions @param {string} name
+ * @returns {import("./chat_frame.js").Origin | null}
+ */
+export function originOf(entries, name) {
+  const own = entries.find((entry) => entry.name === name);
+  const parent = own && withParent(own).parent;
+  const origin = own && entries.find((entry) => entry.name === (parent || keptOf(name).branchOf) && entry.name !== name);
+  return origin ? { kind: parent ? "Branch" : "New conversation", name: origin.name, title: titleOf(origin) } : null;
+}
+
 export const conversationsChanged = () => document.dispatchEvent(new CustomEvent("conversations"));
 
 /**

@@ -38,15 +38,15 @@ const SHOWN_FOR = 10_000; // milliseconds: a message that is no error
 let statusTimer = 0;
 
 /**
- * Shows a message. An error stays until the next message, others for ten seconds.
+ * Shows a message. One that lasts, such as an error, stays until the next message, others for ten seconds.
  * @param {string} text
  */
-export function showStatus(text, isError = false) {
+export function showStatus(text, isError = false, lasts = isError) {
   const status = byId("status");
   clearTimeout(statusTimer);
   status.textContent = text;
   status.className = isError ? "error" : "";
-  if (text && !isError) statusTimer = window.setTimeout(() => (status.textContent = ""), SHOWN_FOR);
+  if (text && !lasts) statusTimer = window.setTimeout(() => (status.textContent = ""), SHOWN_FOR);
 }
 
 /** Returns the message that is shown. */

@@ -37,6 +37,9 @@ export function memoryPanel(actions) {
 
   return {
     element,
+    openCompress() {
+      compressPart.querySelector("details")?.setAttribute("open", "");
+    },
     /** Gives the focus to what was pressed last, or to the button in its place. @param {FocusOptions} [options] */
     focus(options) {
       if (!element.contains(document.activeElement)) (buttons()[pressed] || element).focus(options);

@@ -187,3 +187,29 @@ export const instead = (policy) => (EVICTION[policy] ? `${EVICTION[policy]} Comp
 export const keptText = (tokens) => `the first ${counted(tokens, "token")} ${tokens === 1 ? "stays" : "stay"}${tokens <= SINKS ? " (attention sink)" : ""}`;
 
 const SINKS = 4; // tokens that every text needs at its beginning
+
+/**
+ * Returns what to say once when a memory begins to forget.
+ * @param {number} lost tokens that are forgotten
+ */
+export const nowForgets = (lost) => `Memory is full: the oldest text is forgotten, ${counted(lost, "token")} so far. Pin what must stay.`;
+
+/**
+ * Returns why a message was refused that does not fit.
+ * @param {Memory} memory
+ */
+export function fullText({ cells, max_kv_size, policy }) {
+  const compress = policy === "full" ? "Compress the whole memory (in the memory panel), send" : "Send";
+  return `Memory is full: ${count(cells)} of ${count(max_kv_size || cells)} cells are in use, and policy ${policy} evicts nothing. ${compress} a shorter message, or begin a chat with another policy (New chat, then Settings).`;
+}
+
+/**
+ * Returns what is left of a message that was stopped before its answer.
+ * @param {number} read tokens of it that stay in memory @param {number} lost tokens of older text @param {boolean} isWhole
+ */
+export function stoppedText(read, lost, isWhole) {
+  const older = lost > 0 ? ` ${counted(lost, "token")} of older text ${lost === 1 ? "is" : "are"} forgotten for it.` : "";
+  if (isWhole) return `Stopped. The message had been read and stays: Answer has it answered.${older}`;
+  if (read <= 0) return "Stopped: memory is as before, and the message is back in the box.";
+  return `Stopped. ${counted(read, "token")} of the message ${read === 1 ? "was" : "were"} read and ${read === 1 ? "stays" : "stay"} as a turn.${older} The rest of the message is in the box.`;
+}

@@ -117,6 +117,12 @@ export function openTurn(question, { number, bar } = {}) {
       reasoning += event.reasoning || "";
       timer ||= window.setTimeout(draw, DRAW_EVERY);
     },
+    /** Marks it as one that the server may not have kept. */
+    unconfirm() {
+      element.classList.add("unconfirmed");
+      progress.hidden = false;
+      progress.textContent = "Not confirmed: the server does not answer. The message is in the box, too.";
+    },
     finish() {
       clearTimeout(timer);
       draw();

@@ -5,11 +5,16 @@ import { showStatus } from "./dom.js";
 
 export const CHANGED = "The conversation has changed since it was shown, so nothing was done. The page now shows its current state.";
 
+export const BUSY_ELSEWHERE = "An answer is being generated in this conversation, perhaps in another tab: wait until it is complete.";
+
 /**
  * Returns the message for a failed change. Status 412: the session is at another revision.
  * @param {unknown} error
  */
-export const changeError = (error) => (error instanceof ApiError && error.status === 412 ? CHANGED : messageOf(error));
+export function changeError(error) {
+  if (error instanceof ApiError && error.status === 412) return CHANGED;
+  return error instanceof ApiError && error.code === "session_busy" ? BUSY_ELSEWHERE : messageOf(error);
+}
 
 /**
  * Returns the headers of a change for one revision, under a key that lets it be repeated.

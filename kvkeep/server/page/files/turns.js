@@ -230,12 +230,15 @@ export function turnsSince(turns, earlier, allowsChange) {
 }
 
 /**
- * Whether the newest turn says the whole of a message.
+ * Returns what the newest turn does not say of a message; "" if that was read to its end, with what the template adds.
  * @param {Turn[]} turns @param {string} content
  */
-export function isAsked(turns, content) {
+export function unreadOf(turns, content) {
   const turn = turns.at(-1);
-  return turn?.parts.some(({ role, text, end }) => role === "question" && text.trim() === content.trim() && end < turn.end) || false;
+  const question = turn?.parts.find(({ role }) => role === "question");
+  const read = question?.text.trim() || "";
+  if (!turn || !question || !content.trim().startsWith(read)) return content;
+  return content.trim() === read && question.end < turn.end ? "" : content.trim().slice(read.length) || content;
 }
 
 const END_TOKENS = 2; // that a template writes after a message, once the next one follows
