@@ -134,6 +134,7 @@ async def page_settings(context: ContextDep) -> dict[str, Any]:
     return {
         "edits": context.service.allow_edit,
         "model": context.service.model_name,
+        "policy": context.engine.default_policy,
         "max_kv_size": context.engine.default_max_kv_size,
         "sampling": {
             "temperature": sampling.temperature,

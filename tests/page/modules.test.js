@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
-const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
@@ -160,6 +160,12 @@ test("a question and its answer are pinned apart, with all tokens of the turn", 
 
 test("the longest answer leaves half of the memory to what led to it", () => {
   assert.deepEqual([null, 100_000, 512, 1].map((max_kv_size) => longestAnswer({ max_kv_size })), [1024, 1024, 256, 1]);
+});
+
+test("settings say what the server's policy and budget are", () => {
+  assert.deepEqual(defaultTexts({ policy: "sliding", max_kv_size: 512 }), { policy: "server default: sliding", budget: "server default: 512" });
+  assert.equal(defaultTexts({ policy: "full", max_kv_size: null }).budget, "server default: no limit");
+  assert.deepEqual(defaultTexts({}), { policy: "server default", budget: "server default" });
 });
 
 test("a pinned turn stays pinned when its end token is evicted, and counts what is pinned in part", () => {

@@ -128,6 +128,7 @@ interface LastAnswer {
 interface PageSettings {
   model: string;
   edits: boolean;
+  policy?: string;
   max_kv_size?: number | null;
   sampling?: Record<string, number>;
 }

@@ -114,7 +114,7 @@ export class ChatView {
 
   // The memory that the next message has: for a new conversation, that of the settings.
   get room() {
-    const { policy = "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
+    const { policy = this.settings.policy || "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
     return this.memory || { policy, max_kv_size, cells: 0 };
   }
 

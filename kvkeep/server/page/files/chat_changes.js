@@ -199,7 +199,8 @@ export class ChatChanges {
     const { chat } = this;
     const { name } = chat;
     const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
-    const defaults = { ...chat.settings.sampling, max_tokens: longestAnswer(chat.room) };
+    const { sampling: given, policy, max_kv_size } = chat.settings;
+    const defaults = { ...given, max_tokens: longestAnswer(chat.room), policy, max_kv_size };
     const values = await askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
     if (!values) return;
     if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];

@@ -82,7 +82,28 @@ export function titleFor(text) {
   return line.length > 60 ? `${line.slice(0, 57)}...` : line;
 }
 
-const POLICIES = ["", "sliding", "shift", "archive", "self_extend", "full"];
+/** @type {Record<string, string>} */
+const POLICIES = {
+  sliding: "forgets the oldest text, token by token",
+  shift: "forgets the oldest text, a part of it at once",
+  archive: "compresses older text by itself",
+  self_extend: "blurs distances to older text, refuses what does not fit",
+  full: "forgets nothing, refuses what does not fit",
+};
+const POLICY_TEXTS = Object.fromEntries(Object.entries(POLICIES).map(([name, effect]) => [name, `${name}: ${effect}`]));
+
+const KEPT_HERE = "Temperature, top-p, repetition penalty and longest answer are kept in this browser. An empty field takes the value that it shows in grey, or the server's.";
+
+/** @typedef {{policy?: string, max_kv_size?: number | null, [sampling: string]: any}} Defaults  Of the server. */
+
+/**
+ * Returns what the server's own policy and budget are called in Settings.
+ * @param {Defaults} defaults
+ */
+export const defaultTexts = ({ policy, max_kv_size }) => ({
+  policy: policy ? `server default: ${policy}` : "server default",
+  budget: max_kv_size === undefined ? "server default" : max_kv_size === null ? "server default: no limit" : `server default: ${max_kv_size}`,
+});
 
 /**
  * Returns the tokens of the longest answer, unless Settings say another: half of the memory's budget at most.
@@ -93,7 +114,7 @@ export const longestAnswer = ({ max_kv_size }) => Math.min(1024, Math.max(1, Mat
 /**
  * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
  * @param {object} current
- * @param {Sampling} current.sampling @param {Record<string, number>} current.defaults of the server
+ * @param {Sampling} current.sampling @param {Defaults} current.defaults
  * @param {string} current.system @param {string} current.systemHint @param {boolean} current.isSystemEditable
  * @param {SessionSettings | null} current.session null for a session that exists
  */
@@ -106,14 +127,14 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
     number("top_p", "Top-p: sample among the likeliest tokens of this probability", 0, 1, 0.01),
     number("repeat_penalty", "Repetition penalty: above 1, fewer repetitions", 0.5, 2, 0.01),
     number("max_tokens", "Longest answer, in tokens", 1, 100000, 1),
-    ...(session ? sessionFields(session) : []),
+    ...(session ? sessionFields(session, defaultTexts(defaults)) : []),
   ];
   /** @param {string} name @param {string} label @param {number} min @param {number} max @param {number} step */
   function number(name, label, min, max, step) {
     const value = sampling[/** @type {keyof Sampling} */ (name)] ?? "";
     return { name, label, kind: "number", value, min: String(min), max: String(max), step: step === 1 ? "1" : "any", placeholder: placeholder(name) };
   }
-  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, "An empty field takes the value that it shows in grey, or the server's."));
+  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, KEPT_HERE));
   if (!values) return null;
   const { system: text, policy, max_kv_size, ...numbers } = values;
   const chosen = Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null));
@@ -121,8 +142,8 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
   return { system: String(text), sampling: /** @type {Sampling} */ (chosen), session: memory };
 }
 
-/** @param {SessionSettings} session */
-const sessionFields = (session) => [
-  { name: "policy", label: "Memory policy: what is evicted once the budget is full", choices: POLICIES, value: session.policy || "" },
-  { name: "max_kv_size", label: "Memory budget, in cells", kind: "number", value: session.max_kv_size ?? "", min: "1", step: "1", placeholder: "server default" },
+/** @param {SessionSettings} session @param {{policy: string, budget: string}} texts of the server's defaults */
+const sessionFields = (session, texts) => [
+  { name: "policy", label: "Memory policy: what is evicted once the budget is full", choices: ["", ...Object.keys(POLICIES)], texts: { "": texts.policy, ...POLICY_TEXTS }, value: session.policy || "" },
+  { name: "max_kv_size", label: "Memory budget, in cells", kind: "number", value: session.max_kv_size ?? "", min: "1", step: "1", placeholder: texts.budget },
 ];

@@ -112,7 +112,7 @@ function ignoreSecondClick(first) {
   setTimeout(() => document.removeEventListener("click", ignore, { capture: true }), DOUBLE_CLICK.within);
 }
 
-/** @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], [attribute: string]: any}} Field */
+/** @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], texts?: Record<string, string>, [attribute: string]: any}} Field */
 
 // Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
 // notes: elements between the heading and the fields.
@@ -151,10 +151,10 @@ export function promptDialog(heading, fields, action, ...notes) {
  * Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
  * @param {Field} description
  */
-function field({ name, label, kind = "text", value = "", choices, ...attributes }) {
+function field({ name, label, kind = "text", value = "", choices, texts = {}, ...attributes }) {
   let input;
   if (choices) {
-    const options = choices.map((choice) => h("option", { value: choice }, choice || "server default"));
+    const options = choices.map((choice) => h("option", { value: choice }, texts[choice] || choice || "server default"));
     input = h("select", { name }, options);
   } else if (kind === "textarea") {
     input = h("textarea", { name, rows: "4", ...attributes });
