@@ -152,9 +152,10 @@ def test_compression_shows_the_cells_of_each_head(page: Page, client: httpx.Clie
     assert [int(item) for item in shown] == [count for layer in cells for count in layer]
     page.get_by_role("button", name="layer 3, head 1").click()
     expect(page.locator(".positions span")).to_have_count(cells[3][1])
-    residual = memory(client, name)["residual_cells"]
+    held = memory(client, name)
     page.goto(f"/#/chat/{name}")
-    expect(page.locator(".legend")).to_contain_text(f"residual {residual:,} cells")
+    per_head = round(held["residual_cells"] / held["heads"])
+    expect(page.locator(".legend")).to_contain_text(f"residual {per_head} cells per head")
     expect(page.locator(".turn-bars .residual")).to_be_visible()
 
 
