@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id
-from kvkeep.errors import NoSuchSession
+from kvkeep.errors import NoRoom, NoSuchSession
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import RequestContext
 
@@ -27,7 +27,10 @@ async def store_response(
     stored = [_stored_item(item) for item in items]
     notes = {_RESPONSE_NOTE: dict(response), _ITEMS_NOTE: stored}
     set_notes = partial(context.engine.set_notes, response["id"], context.owner, notes)
-    await context.service.admission_queue.admit(context.owner, set_notes)  # it may be on disk
+    try:
+        await wrap_future(set_notes())
+    except NoRoom:  # its session is on disk again: it waits as a new request would
+        await context.service.admission_queue.admit(context.owner, set_notes)
 
 
 async def stored_response(response_id: str, context: RequestContext) -> dict[str, Any]:
