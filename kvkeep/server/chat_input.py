@@ -18,7 +18,7 @@ from kvkeep.server.service import GenerationResult, RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
 _TITLE_LENGTH = 60  # characters
-_LEADING_BLOCKS = re.compile(r"(\s*<([\w-]+)>.*?</\2>)+", re.DOTALL)
+_OPENING_TAG = re.compile(r"\s*<(\w{1,40}[-_][\w-]{1,40})>")  # no HTML tag has two words
 
 
 def title_for(text: str) -> str:
@@ -26,7 +26,14 @@ def title_for(text: str) -> str:
 
     Blocks in tags at its beginning are left out: agents put reminders and their settings there.
     """
-    line = (_LEADING_BLOCKS.sub("", text).strip() or text.strip()).partition("\n")[0].strip()
+    start = 0
+    while opening := _OPENING_TAG.match(text, start):
+        end_tag = f"</{opening[1]}>"
+        end = text.find(end_tag, opening.end())
+        if end < 0:
+            break
+        start = end + len(end_tag)
+    line = (text[start:].strip() or text.strip()).partition("\n")[0].strip()
     return line if len(line) <= _TITLE_LENGTH else f"{line[: _TITLE_LENGTH - 3]}..."
 
 

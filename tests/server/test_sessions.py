@@ -12,6 +12,7 @@ from server.conftest import RunningServer, running_server, without_saved_revisio
 from topics import topic_text
 
 from kvkeep.model import Model
+from kvkeep.server.chat_input import title_for
 from kvkeep.server.keys import ApiKeys
 
 TEXT = topic_text()
@@ -157,6 +158,25 @@ def test_a_title_is_kept_over_forks_and_a_restart(smollm2: Model, tmp_path: Path
     with running_server(smollm2, tmp_path) as server, server.client() as client:
         assert titles(client) == {"a": "Rivers", "b": None, "c": "Seas"}
         assert client.get("/v1/sessions/a/memory").json()["title"] == "Rivers"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("  Hi there.\nMore.", "Hi there."),
+        (
+            "<system-reminder>\nBe terse.\n</system-reminder>\n<my_env>x</my_env>\nFix it.",
+            "Fix it.",
+        ),
+        ("<b>bold</b> is HTML", "<b>bold</b> is HTML"),
+        ("<a-b>all of it</a-b>", "<a-b>all of it</a-b>"),
+        ("<a-b>never closed", "<a-b>never closed"),
+        pytest.param("<a-b>" * 200_000, "<a-b>" * 11 + "<a...", id="never closed, long"),
+        pytest.param("<a-b></a-b>" * 100_000 + "end", "end", id="many blocks"),
+    ],
+)
+def test_a_title_is_the_first_line_that_is_in_no_leading_tag(text: str, title: str) -> None:
+    assert title_for(text) == title
 
 
 def test_a_session_that_nobody_named_has_the_first_user_message_as_its_title(
