@@ -109,3 +109,19 @@ def test_settings_wait_until_a_change_is_done(page: Page, client: httpx.Client) 
     held[0].continue_()
     settings.click()
     expect(page.get_by_role("dialog", name="Conversation settings")).to_be_visible()
+
+
+def test_settings_open_before_the_conversation_is_loaded(page: Page, client: httpx.Client) -> None:
+    create(client, "slow", 1)
+    held: list[Route] = []
+    page.route(
+        "**/memory", lambda route: held.append(route) if len(held) < 2 else route.continue_()
+    )
+    page.goto("/#/chat/slow")
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    while len(held) < 2:  # of the view and of Settings
+        page.wait_for_timeout(20)
+    for route in held:
+        route.continue_()
+    expect(page.get_by_role("dialog", name="Conversation settings")).to_be_visible()

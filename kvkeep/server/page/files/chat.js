@@ -246,11 +246,11 @@ export class ChatView {
     return true;
   }
 
-  // Whether the session is what is shown; says so if it is not.
+  // Whether the session is what is shown, or nothing was shown before; says so if it is not.
   async isCurrent() {
     const before = this.memory;
     if (this.isOutdated || !before) await this.reload();
-    const isSame = before?.revision === this.memory?.revision && before?.tokens === this.memory?.tokens;
+    const isSame = !before || (before.revision === this.memory?.revision && before.tokens === this.memory?.tokens);
     if (!isSame && this.memory) showStatus(CHANGED, true);
     return isSame && this.memory !== null && !this.isOutdated;
   }
