@@ -197,13 +197,7 @@ class User(threading.Thread):
             self._remote(held).fork(name, revision=held.points[-1].revision)
         except KvkeepError:
             self._read_again(held)
-        self.record.count("fork")
-        found, generation = self._read(name)
-        if found is None:
-            return
-        if found["tokens"] != held.points[-1].tokens:
-            self._violation(f"{name}: a fork of {held.points[-1]} holds {found}")
-        self._add_copy(held, name, found, generation, "fork")
+        self._add_copy(held, name, "fork")
 
     def _restore(self, held: UserSession) -> None:
         """Restore another session from a snapshot of this one."""
@@ -216,17 +210,16 @@ class User(threading.Thread):
             self._read_again(held)
         with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
             self.client.delete_snapshot(name)
-        self.record.count("restore")
+        self._add_copy(held, name, "restore")
+
+    def _add_copy(self, held: UserSession, name: str, kind: str) -> None:
+        """Add a session that was copied, if it is there, and check that it holds the same."""
+        self.record.count(kind)
         found, generation = self._read(name)
         if found is None:
             return
         if found["tokens"] != held.points[-1].tokens:
-            self._violation(f"{name}: restored from {held.points[-1]}, it holds {found}")
-        self._add_copy(held, name, found, generation, "restore")
-
-    def _add_copy(
-        self, held: UserSession, name: str, found: dict[str, Any], generation: int, kind: str
-    ) -> None:
+            self._violation(f"{name}: a {kind} of {held.points[-1]} holds {found}")
         point = SessionPoint(found["tokens"], found["revision"], Change(kind))
         points = [*held.points, point]
         self.sessions.append(UserSession(name, held.word, held.policy, points, generation))

@@ -8,7 +8,7 @@ from server.conftest import RunningServer
 
 
 def test_a_slow_server_leaves_a_page_that_says_it_loads(page: Page, server: RunningServer) -> None:
-    """What is done meanwhile keeps the focus."""
+    """The focus stays where it was moved meanwhile."""
     create(server, "slow")
     page.goto("/#/chat/slow")
     expect(page.locator(".turn")).to_have_count(1)
