@@ -80,7 +80,7 @@ class SessionRecord:
     removed: bool = False  # deleted
     activity: Activity = "idle"
     last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
-    last_answer: "Usage | None" = None  # of the last generation in it
+    last_answer: "Usage | None" = None  # of the last generation with tokens
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)

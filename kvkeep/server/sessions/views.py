@@ -51,13 +51,13 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     the next ones. `bytes_by_part` says what cells, windows of local layers, states and checkpoints
     take, `checkpoints` after how many tokens the last are, and `rewind_evaluates` how many tokens a
     rewind by one token evaluates again. `pin_room` says how many more cells can be pinned, null for
-    no limit, `rewind_room` how many of the newest tokens can be rewound, or forked before,
+    no limit, `rewind_room` how many of the newest tokens a rewind or a fork can leave out,
     `removable` tokens of which status can be deleted where others follow, and `highest_ratio` the
-    highest one of `compress`, null if it is refused. `residual_cells` are the cells, over all
-    layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is the number
-    of KV heads of all layers, each of which holds `cells`. `last_prompt` says what of the session's
-    last prompt was reused, moved or read again, and `last_answer` how many cells the last answer
-    found, and how many tokens it read and generated.
+    highest ratio that `compress` takes by default, null for none. `residual_cells` are the cells,
+    over all layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is
+    the number of KV heads of all layers, each of which holds `cells`. `last_prompt` says
+    what of the session's last prompt was reused, moved or read again, and `last_answer` how many
+    cells the last answer found, and how many tokens it read and generated.
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -143,7 +143,7 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
 
 
 def _answer_entry(usage: Usage) -> dict[str, Any]:
-    """Return what an answer took. `held`: cells of the session before it."""
+    """Return an answer's counts and speed as JSON. `held`: cells of the session before it."""
     return {
         "held": usage.held,
         "read": usage.evaluated,
