@@ -18,11 +18,11 @@ from kvkeep.engine.request import (
     RequestLike,
     SessionRequest,
     TokenLogprob,
-    Usage,
 )
-from kvkeep.engine.reuse import Reuse, ReuseReport, Seam, TextDifference
+from kvkeep.engine.reuse import ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
 from kvkeep.engine.session_operations import SessionOperations
+from kvkeep.engine.usage import Reuse, Usage
 
 __all__ = [
     "Engine",

@@ -13,8 +13,9 @@ from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.preparing import PreparedSession, prepare_named
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
-from kvkeep.engine.reuse import Reuse, ReuseReport
+from kvkeep.engine.reuse import ReuseReport
 from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.usage import Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions

@@ -24,10 +24,9 @@ from kvkeep.engine.request import (
     Listener,
     PrefillProgress,
     TokenLogprob,
-    Usage,
 )
-from kvkeep.engine.reuse import Reuse
 from kvkeep.engine.steps import StepGrid, prefill_step_at
+from kvkeep.engine.usage import Reuse, Usage
 from kvkeep.errors import Cancelled
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.drafts import DraftCounts

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.reuse import (
     Match,
-    Reuse,
     ReuseReport,
     Seam,
     best_match,
     explain,
     reuse_settings,
 )
+from kvkeep.engine.usage import Reuse
 from kvkeep.errors import KvkeepError
 from kvkeep.session.aligning import plan_for
 from kvkeep.session.alignment import AlignmentOptions, AlignmentPlan

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.reuse import Match, Reuse, ReuseReport
+from kvkeep.engine.reuse import Match, ReuseReport
+from kvkeep.engine.usage import Reuse
 from kvkeep.session.alignment import AlignmentOptions, AlignmentPlan
 from kvkeep.session.core import SessionState
 from kvkeep.session.session import Session

@@ -6,18 +6,16 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvkeep.cache.checkpoint import MAX_ANSWER_ENDS, max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
+from kvkeep.engine.usage import Usage
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
-
-if TYPE_CHECKING:
-    from kvkeep.engine.request import Usage
 
 _log = logging.getLogger("kvkeep.engine")
 
@@ -80,7 +78,7 @@ class SessionRecord:
     removed: bool = False  # deleted
     activity: Activity = "idle"
     last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
-    last_answer: "Usage | None" = None  # of the last generation with tokens
+    last_answer: Usage | None = None  # of the last generation with tokens
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)

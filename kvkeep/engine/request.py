@@ -1,6 +1,5 @@
 """A request for a generation, and the events and counts that its caller gets."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,10 +7,9 @@ from typing import Literal
 from kvkeep import validation
 from kvkeep.engine.pins import PinRequest
 from kvkeep.engine.record import SessionRecord
-from kvkeep.engine.reuse import Reuse
+from kvkeep.engine.usage import Reuse, Usage
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.alignment import AlignmentOptions
-from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
 from kvkeep.session.session import GREEDY, Session
@@ -82,36 +80,6 @@ RequestLike = GenerationRequest | SessionRequest
 # "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
 # generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.
 EndReason = Literal["eos", "stop", "length", "full", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The tokens and the time that a generation took."""
-
-    prompt: int  # tokens
-    generated: int
-    reuse: Reuse
-    queue_seconds: float  # from submission to the first prefill step
-    prefill_seconds: float  # wall-clock time
-    decode_seconds: float
-    held: int = 0  # cells of the session before, those that were reused included
-    # At the end: tokens before the generated ones that the policy has evicted.
-    evicted: int = 0
-    prompt_written: int = 0  # tokens of the prompt that were sampled for earlier requests
-    drafts: DraftCounts = field(
-        default_factory=DraftCounts
-    )  # of the generated tokens: those tried and right
-
-    @property
-    def evaluated(self) -> int:
-        """Prompt tokens that were not reused."""
-        return self.prompt - self.reuse.tokens
-
-    @property
-    def written(self) -> int:
-        """Deprecated: use `generated`."""
-        warnings.warn("use Usage.generated, not Usage.written", DeprecationWarning, stacklevel=2)
-        return self.generated
 
 
 @dataclass(frozen=True)

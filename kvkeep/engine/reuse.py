@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import StepGrid
+from kvkeep.engine.usage import MissReason, Reuse
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import common_length
 from kvkeep.storage.prefixes.block import (
@@ -34,53 +34,8 @@ from kvkeep.storage.prefixes.block import (
 )
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
-from kvkeep.types import AlignmentMode
-
-# Why no more of a prompt was reused.
-MissReason = Literal[
-    "",
-    "cold",  # no session's text begins like it
-    "differs",  # the nearest text continues differently
-    "below_step",  # the common tokens end within a prefill step
-    "no_checkpoint",  # of local windows or states at the end of the last common prefill step
-    "forgotten",  # tokens were evicted; here and below, cells do not depend on their tokens alone
-    "compressed",
-    "quantised",
-    "edited",
-    "sampled",  # the tokens were sampled, not prefilled
-    "settings",  # the session's policy, keep, prefill step or bits differ
-]
 
 _CONTEXT_TOKENS = 40  # on each side of a difference
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """The part of a prompt that was in the cache already."""
-
-    tokens: int = 0  # the first of the prompt
-    # A session in memory or on disk, the prefix store, or "" for none.
-    source: Literal["", "session", "store"] = ""
-    # Why the rest was not reused; "" if all of it was.
-    reason: MissReason = ""
-    differs_at: int | None = None  # index of the first token that differs from the nearest text
-    session: str | None = None  # name of the session that the tokens come from
-    resumed: bool = False  # the prompt continues the session's answer; sampled tokens are reused
-    # "in_place": some were computed after another text; see `kvkeep.engine.in_place`.
-    mode: AlignmentMode = "exact"
-    seams: int = 0  # places where a run of such tokens begins
-    moved: int = 0  # of the tokens
-    reread: int = 0  # equal tokens after seams that are evaluated again
-    not_in_place: str = ""  # why the prompt was not aligned in place, if that was asked for
-
-    def as_json(self, prompt_tokens: int) -> dict[str, Any]:
-        """Return how much of a prompt is reused, and what of it in place, or why nothing."""
-        fields: dict[str, Any] = {"prompt_tokens": prompt_tokens, "reused": self.tokens}
-        if self.mode == "in_place":
-            kept = self.tokens - self.moved
-            counts = {"kept": kept, "moved": self.moved, "reread": self.reread}
-            return {**fields, "reuse": self.mode, **counts}
-        return {**fields, "not_in_place": self.not_in_place} if self.not_in_place else fields
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from kvkeep import Sampling
 from kvkeep.cli.batch.requests import BatchRequest, read_jsonl
 from kvkeep.cli.batch.run import BatchAnswer, BatchReport, BatchResults
 from kvkeep.engine import Finished, GeneratedToken
-from kvkeep.engine.request import Usage
-from kvkeep.engine.reuse import Reuse
+from kvkeep.engine.usage import Reuse, Usage
 from kvkeep.model import Model
 
 SYSTEM = "You answer in one word, and you never explain. " * 50

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.text.control_tokens import TemplateTexts
 from kvkeep.models.text.template_files import TEMPLATE_FILE, tokenizer_config
+from kvkeep.models.text.template_texts import TemplateTexts
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -17,7 +17,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from kvkeep.models.text.control_tokens import TemplateTexts
 from kvkeep.models.text.template_limits import (
     MAX_SIZE,
     RenderingBudget,
@@ -28,6 +27,7 @@ from kvkeep.models.text.template_limits import (
     check_repetition,
     checked_text,
 )
+from kvkeep.models.text.template_texts import TemplateTexts
 
 _MACRO_COST = 10  # iterations that a macro call counts as
 # Internal filters, under names that a template cannot write.
