@@ -10,7 +10,8 @@ from dataclasses import replace
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.operations import OperationLog, Totals
-from kvkeep.engine.preparing import PreparedSession, prepare_named
+from kvkeep.engine.preparing import PreparedSession, prepare_named, restored_if_refused
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import ReuseReport
@@ -67,46 +68,30 @@ class Admission:
         prompt; the others then fork its session.
         """
         self._policy.require_slot(owner, self.scheduler.running, self.scheduler.step_seconds)
-        if session_name is None:
-            assert isinstance(request, GenerationRequest)
-            self._check_prompt(request, session_length=0)
-            prepared = self._session_for_prompt(request, owner)
-        elif isinstance(request, GenerationRequest) and request.whole_text:
-            prepared = self._named_for_prompt(request, session_name, owner, revision)
-        else:
-            record = self._registry.load_idle(session_name, owner, revision)
-            if isinstance(request, GenerationRequest):
-                self._check_prompt(request, session_length=len(record.live.tokens))
-            prepared = PreparedSession(record, Reuse())
-        record, reuse = prepared.record, prepared.reuse
-        notes, state = record.notes, record.live.core.state
-        try:
-            if isinstance(request, SessionRequest):
-                self._registry.reserve(record, request.most_tokens(record))
-                length_before = len(record.live.tokens)
-                request = request.make(record)
-                record.lower_token_counts(length_before)
-                self._check_prompt(request, session_length=len(record.live.tokens))
-            samplings = samplings or [request.sampling]
-            require_own_constraints(samplings, self._samplings_in_progress())
-            max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
-            new_tokens = None if max_tokens is None else num_evaluated + max_tokens
-            self._registry.reserve(record, new_tokens, len(samplings))
-            feeding = _feeding(request, prepared)
-            first, *followers = [
-                Generation(replace(request, sampling=sampling), record, listener)
-                for sampling, listener in zip(samplings, listeners, strict=True)
-            ]
-        except BaseException:
-            if not record.named and record.revision == 0:  # it was created for this prompt
-                self._registry.remove(record)
-            elif not state.memory.tokens:  # an empty session stays as it was
-                record.notes, record.live.core.state = notes, state
-            raise
+        with restored_if_refused(self._registry, session_name, owner):
+            prepared = self._prepared(request, session_name, owner, revision)
+            record = prepared.record
+            try:
+                if isinstance(request, SessionRequest):
+                    request = self._made(request, record)
+                samplings = samplings or [request.sampling]
+                self._reserve(request, prepared, samplings)
+            except BaseException:
+                if not record.named and record.revision == 0:  # it was created for this prompt
+                    self._registry.remove(record)
+                raise
+        prepared.start()
+        if prepared.plan is not None:
+            self._operation_log.add(record, ALIGNED, prepared.plan.evaluated)
+        feeding = _feeding(request, prepared)
+        first, *followers = [
+            Generation(replace(request, sampling=sampling), record, listener)
+            for sampling, listener in zip(samplings, listeners, strict=True)
+        ]
         record.activity = "generating"
         record.last_used = time.monotonic()
         record.suggest_title(request.title)
-        first.start(feeding, reuse)
+        first.start(feeding, prepared.reuse)
         self.scheduler.running.append(first)
         self._followers[first] = followers
         return [first, *followers]
@@ -129,6 +114,39 @@ class Admission:
 
     # A session for a request
 
+    def _prepared(
+        self, request: RequestLike, session_name: str | None, owner: str, revision: int | None
+    ) -> PreparedSession:
+        """Return the session of a request. Raises InvalidArgument for an unfit prompt."""
+        if session_name is None:
+            assert isinstance(request, GenerationRequest)
+            self._check_prompt(request, session_length=0)
+            return self._session_for_prompt(request, owner)
+        if isinstance(request, GenerationRequest) and request.whole_text:
+            return self._named_for_prompt(request, session_name, owner, revision)
+        record = self._registry.load_idle(session_name, owner, revision)
+        if isinstance(request, GenerationRequest):
+            self._check_prompt(request, session_length=len(record.live.tokens))
+        return PreparedSession(record, Reuse())
+
+    def _made(self, request: SessionRequest, record: SessionRecord) -> GenerationRequest:
+        """Return the request that depends on a session, if there is memory for it."""
+        self._registry.reserve(record, request.most_tokens(record))
+        length_before = len(record.live.tokens)
+        generation_request = request.make(record)
+        record.lower_token_counts(length_before)
+        self._check_prompt(generation_request, session_length=len(record.live.tokens))
+        return generation_request
+
+    def _reserve(
+        self, request: GenerationRequest, prepared: PreparedSession, samplings: Sequence[Sampling]
+    ) -> None:
+        """Reserve memory for a request's generations. Raises NoRoom."""
+        require_own_constraints(samplings, self._samplings_in_progress())
+        max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
+        new_tokens = None if max_tokens is None else num_evaluated + max_tokens
+        self._registry.reserve(prepared.record, new_tokens, len(samplings))
+
     def _session_for_prompt(self, request: GenerationRequest, owner: str) -> PreparedSession:
         """Return an unnamed session for a prompt."""
         prompt, empty_session = request.prompt, self._new_session(owner)
@@ -147,8 +165,7 @@ class Admission:
             return self._session_in_place(in_place, report.reuse)
         reuse, source_record = report.reuse, match.record
         if source_record and match.resumes_session and not source_record.named:
-            match.take_over()
-            return PreparedSession(source_record, reuse)
+            return PreparedSession(source_record, reuse, resumed=match)
         record = self._registry.add(match.build_session(empty_session), owner, named=False)
         record.parent = reuse.session
         match.set_token_counts(record)
@@ -166,8 +183,6 @@ class Admission:
         )
         if prepared.reuse.mode == "in_place" and prepared.report is not None:
             self._note_miss(owner, prepared.report)
-        if prepared.plan is not None:
-            self._operation_log.add(prepared.record, ALIGNED, prepared.plan.evaluated)
         held = prepared.reuse.tokens
         self._check_prompt(replace(request, prompt=request.prompt[held:]), session_length=held)
         return prepared
@@ -182,12 +197,9 @@ class Admission:
         """
         source = match.record
         if match.continues_session(target=None):
-            source.live.draw_anew()
             return PreparedSession(source, reuse)
         record = self._registry.add(source.live.fork(), source.owner, named=False)
-        record.live.draw_anew()
         record.parent, record.first_edit = source.name, ALIGNED
-        self._operation_log.add(record, ALIGNED, match.plan.evaluated)
         return PreparedSession(record, reuse, match.plan)
 
     def _check_prompt(self, request: GenerationRequest, session_length: int) -> None:
@@ -225,6 +237,7 @@ class Admission:
                 continue
             fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
             fork.first_edit = record.first_edit
+            fork.suggest_title(follower.request.title)
             follower.record = fork
             reused_tokens, reuse = len(follower.request.prompt), Reuse()
             if generation.reuse.mode == "in_place":  # its cells are the same

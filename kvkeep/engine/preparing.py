@@ -1,6 +1,7 @@
 """Sessions for whole prompts: which session takes a prompt, and which of its tokens it holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
@@ -19,6 +20,7 @@ class PreparedSession:
 
     plan: the alignment after which it holds them; None if it does already. source: the state that
     the plan aligns; None for the session's own. report: of a prompt that continues no session.
+    resumed: of a session that itself continues with the prompt.
     """
 
     record: SessionRecord
@@ -26,6 +28,18 @@ class PreparedSession:
     plan: AlignmentPlan | None = None
     source: SessionState | None = None
     report: ReuseReport | None = None
+    resumed: Match | None = None
+
+    def start(self) -> None:
+        """Change the session itself, once there is memory for the prompt.
+
+        It ends where the prompt continues it, and a seed draws as in a new session.
+        """
+        if self.resumed is not None:
+            if self.resumed.take_over() and self.record.named:
+                self.record.mark_changed()
+        elif self.reuse.mode == "in_place":
+            self.record.live.draw_anew()
 
 
 def prepare_named(
@@ -37,7 +51,7 @@ def prepare_named(
     options: AlignmentOptions,
     revision: int | None = None,
 ) -> PreparedSession:
-    """Make a named session hold the reusable part of a prompt, and nothing else.
+    """Make a named session hold the reusable part of a prompt, and, once started, nothing else.
 
     The part is from any session of the owner; with a plan, the session holds it once it is aligned,
     and its own text until then. Creates the session if it is missing.
@@ -57,9 +71,7 @@ def prepare_named(
         )
     resumes = match.resumes_session and match.record is target
     if resumes:
-        if match.take_over():
-            target.mark_changed()
-        return PreparedSession(target, report.reuse)
+        return PreparedSession(target, report.reuse, resumed=match)
     record = _prepare_exact(registry, match, existing, empty_session, (owner, name))
     return PreparedSession(record, report.reuse, report=report)
 
@@ -85,7 +97,6 @@ def _prepare_in_place(
     record: SessionRecord, match: InPlaceMatch, report: ReuseReport
 ) -> PreparedSession:
     """Return the named session to align. From here on no exact reuse takes cells from it."""
-    record.live.draw_anew()
     if match.continues_session(record):
         return PreparedSession(record, report.reuse, report=report)
     if match.record is not record:
@@ -94,3 +105,26 @@ def _prepare_in_place(
     record.step_aligned_tokens = record.sampled_length = record.droppable_tokens = 0
     source = match.record.live.core.state
     return PreparedSession(record, report.reuse, match.plan, source, report)
+
+
+@contextmanager
+def restored_if_refused(registry: SessionRegistry, name: str | None, owner: str) -> Iterator[None]:
+    """Leave a session as it was if the block raises, and remove one that the block created.
+
+    The block may load the session, replace it, and change its record. Changes of its cells stay
+    unless it was empty or on disk. name: None for a request without a session.
+    """
+    record = None if name is None else registry.get(name, owner)
+    fields = {} if record is None else dict(vars(record))
+    state = None if record is None or record.session is None else record.session.core.state
+    try:
+        yield
+    except BaseException:
+        created = None if name is None else registry.get(name, owner)
+        if record is not None:
+            vars(record).update(fields)
+            if state is not None and not state.memory.tokens:
+                record.live.core.state = state
+        elif created is not None:
+            registry.remove(created)
+        raise

@@ -228,9 +228,10 @@ class SessionRegistry:
         while self.nbytes - counted_bytes + requested_bytes > limit:
             victim = self.policy.choose_victim(self, requester, self.pins.clock())
             if victim is None:
+                in_use = self.nbytes - counted_bytes
                 raise NoRoom(
-                    f"the request needs {requested_bytes / 1e6:,.0f} MB; of {limit / 1e6:,.0f} MB, "
-                    f"{self.nbytes / 1e6:,.0f} MB are in use by sessions that are busy or resident"
+                    f"the request needs {requested_bytes / 1e6:,.1f} MB; of {limit / 1e6:,.1f} MB, "
+                    f"{in_use / 1e6:,.1f} MB are in use by others that are busy or resident"
                 )
             self.evict(victim)
 

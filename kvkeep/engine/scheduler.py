@@ -60,8 +60,8 @@ class SchedulingPolicy:
         """Raise NoRoom if the bytes would not fit even with every other session evicted."""
         if requested_bytes > self.limits.memory:
             raise NoRoom(
-                f"the session could take {requested_bytes / 1e6:,.0f} MB, and the engine's memory "
-                f"limit is {self.limits.memory / 1e6:,.0f} MB: use a smaller max_kv_size, or fewer "
+                f"the session could take {requested_bytes / 1e6:,.1f} MB, and the engine's memory "
+                f"limit is {self.limits.memory / 1e6:,.1f} MB: use a smaller max_kv_size, or fewer "
                 "tokens",
                 retry_after=float("inf"),
             )

@@ -94,6 +94,7 @@ class SessionOperations:
         """
         exact, new_session = AlignmentOptions(), self._new_session
         prepared = prepare_named(self._registry, prompt, name, owner, new_session, exact)
+        prepared.start()
         return prepared.reuse.tokens
 
     def continue_compacted(

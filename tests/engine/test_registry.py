@@ -129,6 +129,30 @@ def test_a_refused_request_that_depends_on_the_session_does_not_change_it() -> N
         assert engine.inspect("chat", "0", _token_ids).result() == before
 
 
+@pytest.mark.parametrize("prompt", [text(0, 8) + text(2, 30), text(2, 30), (*text(0, 8), 5, 6)])
+def test_a_refused_prompt_that_is_the_whole_text_does_not_change_its_session(
+    prompt: tuple[int, ...],
+) -> None:
+    """Neither one that continues its text nor one that differs; and it leaves no new session."""
+    settings = {"max_kv_size": 512, "prefill_step": 16}
+    other = MODEL.session(**settings)
+    other.feed(text(1, 400))
+    small, large = (max_session_bytes(MODEL.session(**settings), count) for count in (20, 420))
+    limits = Limits(memory=other.nbytes + 2 * small)
+    assert other.nbytes + large > limits.memory
+    with Engine(MODEL, settings=settings, limits=limits) as engine:
+        engine.create(name="other", session=other).result()
+        engine.create(name="chat").result()
+        engine.generate(GenerationRequest(text(0, 8), 4, ignore_eos=True), "chat").text()
+        before = engine.inspect("chat", "0", lambda r: (r.revision, r.live.tokens.tolist()))
+        for name in ("chat", "new"):
+            with pytest.raises(NoRoom):
+                engine.generate(GenerationRequest(prompt, 400, whole_text=True), name)
+        after = engine.inspect("chat", "0", lambda r: (r.revision, r.live.tokens.tolist()))
+        assert after.result() == before.result()
+        assert {record.name for record in engine.sessions().result()} == {"other", "chat"}
+
+
 def test_a_request_that_can_never_fit_is_refused_without_a_retry() -> None:
     with new_engine(cells=50) as engine, pytest.raises(NoRoom) as refused:
         engine.generate(GenerationRequest(text(0, 40), 1000))

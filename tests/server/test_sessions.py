@@ -194,12 +194,12 @@ def test_a_session_that_nobody_named_has_the_first_user_message_as_its_title(
     fork = post_action(client, chosen, "fork")["name"]
     post_action(client, fork, "turns", content="And of Brazil?", max_tokens=1)
     messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": long}]
-    chat = {"messages": messages, "max_tokens": 1}
+    chat = {"messages": messages, "max_tokens": 1, "n": 2}
     client.post("/v1/chat/completions", json=chat).raise_for_status()
     entries = client.get("/v1/sessions?unnamed=true").json()["data"]
     titles = {entry["name"]: entry["title"] for entry in entries}
     assert (titles["own"], titles[generated], titles[fork]) == (None, title, None)
-    assert next(entry["title"] for entry in entries if not entry["named"]) == title
+    assert [entry["title"] for entry in entries if not entry["named"]] == [title, title]
 
 
 def test_residual_cells_are_shown_as_such(client: httpx.Client) -> None:
