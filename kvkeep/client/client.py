@@ -1,8 +1,10 @@
 """Clients of `kvkeep serve`, synchronous and asynchronous, for what OpenAI's clients lack."""
 
+import asyncio
 import json
 import math
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from operator import itemgetter
@@ -17,11 +19,18 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
 _TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
 _MAX_TRIES = 3  # of a request whose response is lost
+_RUNNING_SECONDS = 0.2  # until a retry is sent again while the first try is still running
 _get_data = itemgetter("data")  # the entries in the JSON of a list
+
+
+class _StillRunning(errors.Busy):
+    """The server has not answered an earlier try of the same request yet."""
+
+
 _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the response
     "session_not_found": errors.NoSuchSession,
     "session_busy": errors.Busy,
-    "key_at_work": errors.Busy,
+    "key_at_work": _StillRunning,
     "wrong_revision": errors.WrongRevision,
     "context_length_exceeded": errors.ContextFull,
     "cancelled": errors.Cancelled,
@@ -109,11 +118,12 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
         self._http.close()
 
     def send(self, request: ApiRequest, convert: FromJson = lambda x: x) -> Any:
-        for tries_left in reversed(range(_MAX_TRIES)):
-            with _transport_errors(self._http.base_url, tries_left):
+        tries = _Tries(self._http.base_url)
+        while True:
+            with tries.one():
                 response = self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
-        raise AssertionError("unreachable")
+            time.sleep(tries.pause)
 
     def stream(self, request: ApiRequest) -> Iterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
@@ -143,11 +153,12 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         await self._http.aclose()
 
     async def send(self, request: ApiRequest, convert: FromJson = lambda x: x) -> Any:
-        for tries_left in reversed(range(_MAX_TRIES)):
-            with _transport_errors(self._http.base_url, tries_left):
+        tries = _Tries(self._http.base_url)
+        while True:
+            with tries.one():
                 response = await self._http.request(**request.arguments())
                 return convert(_json_or_error(response))
-        raise AssertionError("unreachable")
+            await asyncio.sleep(tries.pause)
 
     async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
         """Yield events. Closing the iterator cancels the generation."""
@@ -167,15 +178,36 @@ def _http_options(url: str, api_key: str | None, options: dict[str, Any]) -> dic
     return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
 
 
+class _Tries:
+    """The tries of one request. pause: seconds before the next one."""
+
+    def __init__(self, url: object):
+        self._url, self._left, self.pause = url, _MAX_TRIES, 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Suppress an error after which the request is to be sent again. Raises ServerError."""
+        try:
+            yield
+        except _StillRunning:
+            self.pause = _RUNNING_SECONDS
+        except httpx.TransportError as error:
+            self._left, self.pause = self._left - 1, 0.0
+            if not self._left or isinstance(error, httpx.ConnectError):
+                raise _no_response_error(self._url, error) from error
+
+
+def _no_response_error(url: object, error: httpx.TransportError) -> errors.ServerError:
+    return errors.ServerError(f"no response from {url}: {str(error) or type(error).__name__}")
+
+
 @contextmanager
-def _transport_errors(url: object, tries_left: int = 0) -> Iterator[None]:
-    """Raise ServerError if no response comes, unless the caller can try again (`tries_left`)."""
+def _transport_errors(url: object) -> Iterator[None]:
+    """Raise ServerError if the connection is lost."""
     try:
         yield
     except httpx.TransportError as error:
-        if not tries_left or isinstance(error, httpx.ConnectError):
-            message = str(error) or type(error).__name__
-            raise errors.ServerError(f"no response from {url}: {message}") from error
+        raise _no_response_error(url, error) from error
 
 
 def _json_or_error(response: httpx.Response) -> Any:

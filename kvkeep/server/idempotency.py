@@ -2,9 +2,14 @@
 
 As in the IETF draft of that header: a client that repeats a request because the response was lost
 receives the first response again. The newest 1,000 keys are remembered, in this process only.
+
+A request whose connection is lost goes on for a while, so that a retry finds it whole. A stream
+ends at once: its client has seen a part of it, and closes the connection to cancel the rest.
 """
 
+import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +28,8 @@ _TRANSIENT_STATUSES = frozenset((401, 409, 412, 429, 503))  # a retry may succee
 _MAX_KEYS = 1_000  # of all owners together; older ones are forgotten
 _MAX_RESPONSE_BYTES = 100_000  # of a response that is remembered
 MAX_KEY_LENGTH = 200  # characters
+_RETRY_SECONDS = 10.0  # for which a request goes on whose client is gone, after its last retry
+_POLL_SECONDS = 0.1
 
 
 @dataclass
@@ -31,6 +38,11 @@ class _KeyedRequest:
     request_digest: str  # of method, path and body: a repeated request has the same
     response_messages: list[Message] = field(default_factory=list)
     response_complete: bool = False  # whether `response_messages` are all of it
+    is_stream: bool = False
+    retry_deadline: float = 0.0  # of time.monotonic(), once the client is gone
+
+    def expect_retry(self) -> None:
+        self.retry_deadline = time.monotonic() + _RETRY_SECONDS
 
 
 class IdempotencyMiddleware:
@@ -78,8 +90,9 @@ class IdempotencyMiddleware:
         elif earlier_request.request_digest != request.request_digest:
             raise key_reused_error()
         elif not earlier_request.response_complete:
+            earlier_request.expect_retry()
             message = "the request with this Idempotency-Key is still running"
-            raise ApiError(409, message, "conflict_error", "key_at_work")
+            raise ApiError(409, message, "conflict_error", "key_at_work", retry_after=1.0)
         else:
             for response_message in earlier_request.response_messages:
                 await send(dict(response_message))
@@ -91,8 +104,19 @@ class IdempotencyMiddleware:
         self._requests[request.owner_and_key] = request
         response_bytes = 0
 
+        async def receive_while_awaited() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                request.expect_retry()
+                while not request.is_stream and time.monotonic() < request.retry_deadline:
+                    await asyncio.sleep(_POLL_SECONDS)
+            return message
+
         async def record_and_send(message: Message) -> None:
             nonlocal response_bytes
+            if message["type"] == "http.response.start":
+                content_type = dict(message.get("headers", ())).get(b"content-type", b"")
+                request.is_stream = content_type.startswith(b"text/event-stream")
             response_bytes += len(message.get("body", b""))
             if response_bytes <= _MAX_RESPONSE_BYTES:
                 request.response_messages.append(dict(message))
@@ -101,7 +125,7 @@ class IdempotencyMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, record_and_send)
+            await self._app(scope, receive_while_awaited, record_and_send)
         finally:
             status = request.response_messages[0]["status"] if request.response_messages else 503
             if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:

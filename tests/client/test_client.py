@@ -183,3 +183,25 @@ def test_a_request_is_repeated_if_its_response_is_lost(server: RunningServer) ->
         assert lost
         assert fed == lost[0].json()
         assert remote.info()["tokens"] == 3
+
+
+def test_a_request_is_repeated_while_its_first_try_is_running(server: RunningServer) -> None:
+    """The client waits for the response to the first try, and does not report it as refused."""
+
+    class Impatient(httpx.HTTPTransport):
+        tries = 0
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/generate"):
+                self.tries += 1
+            if self.tries == 1:
+                request.extensions["timeout"] = {"read": 0.05}  # then the connection is closed
+            return super().handle_request(request)
+
+    transport = Impatient()
+    with Client(server.url, transport=transport) as client:
+        remote = client.create(next(names), max_kv_size=512)
+        generated = remote.generate([5], max_tokens=100, **GREEDY)
+        assert len(generated["tokens"]) == 100
+        assert transport.tries > 1
+        assert remote.info()["tokens"] == 101

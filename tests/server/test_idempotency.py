@@ -1,5 +1,6 @@
 """Idempotency keys: a request that is sent twice runs once."""
 
+import time
 from collections.abc import Iterator
 from itertools import count
 
@@ -66,6 +67,45 @@ def test_transient_errors_are_not_recorded(client: httpx.Client) -> None:
     assert client.post(path, json=body, headers=headers).status_code == 412
     feed(client, name, "b", tokens=[7])
     assert client.post(path, json=body, headers=headers).status_code == 200
+
+
+def start_and_disconnect(server: RunningServer, name: str, count: int, key: str) -> httpx.Request:
+    """Let a request generate tokens, and close its connection in the middle."""
+    body = {"tokens": [5], "max_tokens": count, "ignore_eos": True}
+    with server.client() as client:
+        request = client.build_request(
+            *("POST", f"/v1/sessions/{name}/generate"),
+            json=body,
+            headers={"Idempotency-Key": key},
+            timeout=httpx.Timeout(120, read=0.05),
+        )
+        with pytest.raises(httpx.ReadTimeout):
+            client.send(request)
+    request.extensions = {"timeout": httpx.Timeout(120).as_dict()}
+    return request
+
+
+def test_a_request_whose_connection_is_lost_is_not_carried_out_in_part(
+    server: RunningServer, client: httpx.Client
+) -> None:
+    name = new_session(client)
+    request = start_and_disconnect(server, name, 100, f"{name} a")
+    while (response := client.send(request)).status_code == 409:
+        assert response.json()["error"]["code"] == "key_at_work"
+        time.sleep(0.1)
+    assert len(response.json()["tokens"]) == 100
+    assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 101
+
+
+def test_a_request_that_is_not_sent_again_is_cancelled(
+    server: RunningServer, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkeep.server.idempotency._RETRY_SECONDS", 0.1)
+    name = new_session(client)
+    start_and_disconnect(server, name, 1500, f"{name} a")
+    while (session := client.get(f"/v1/sessions/{name}").json())["busy"]:
+        time.sleep(0.1)
+    assert session["tokens"] < 1501
 
 
 def test_keys_belong_to_their_owner(
