@@ -1,1 +1,1 @@
-"""Simulated users of a server that is killed, stopped, and robbed of its disk and its clock."""
+"""Simulated users of a server that loses its process, disk, clock or network for a while."""

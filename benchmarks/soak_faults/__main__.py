@@ -5,8 +5,9 @@
 Users with two keys create, feed, edit, align, compress, fork, restore, save and delete sessions,
 take turns in them, and know after each change what a session must hold. They also ask questions
 without a session, whose answers must stay the same. A seeded schedule kills, restarts and stops
-the server, fills its disk, makes its store read-only and moves its clock (by libfaketime,
-`--clock-library`). The command ends at the first violation, with the seed and the operation.
+the server, fills its disk, makes its store read-only, moves its clock (by libfaketime,
+`--clock-library`), and cuts or slows its network. The command ends at the first violation, with
+the seed and the operation.
 """
 
 import shutil
@@ -19,9 +20,10 @@ import click
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
-from benchmarks.soak_faults.faults import KEYS, FaultyServer, schedule
+from benchmarks.soak_faults.faults import schedule
 from benchmarks.soak_faults.records import Record
 from benchmarks.soak_faults.replay import Replayer
+from benchmarks.soak_faults.server import KEYS, FaultyServer
 from benchmarks.soak_faults.users import User
 from kvkeep import load_model
 from kvkeep.errors import KvkeepError

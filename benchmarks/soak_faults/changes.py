@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.soak_faults.records import Change, Tokens, UserSession
+from benchmarks.soak_faults.records import Change, Check, Tokens, UserSession
 from kvkeep.client.remote import RemoteSession
 
 GREEDY: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.0}
@@ -17,8 +17,6 @@ PIECES = (
     "def {}(key, value): return key @ value\n",
     "Error: {} was not found; expected a number, found nothing. ",
 )
-
-Check = Callable[[Tokens, Tokens], bool]  # of the tokens before a change and after it
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """The states of users' sessions as the users know them, and the results of all users."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvkeep.types import PolicyName
 
 Tokens = tuple[int, ...]
+Check = Callable[[Tokens, Tokens], bool]  # of the tokens before a change and after it
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class UserSession:
     """A session as its user knows it.
 
     points: from the first. saved: index of the newest that is on disk for certain; -1 for none.
-    generation: of the server when the newest point was seen.
+    generation: of the server when the newest point was seen. unanswered: changes of the newest
+    point whose responses were lost; one of them may still be made.
     """
 
     name: str
@@ -40,6 +43,7 @@ class UserSession:
     points: list[SessionPoint]
     generation: int
     saved: int = -1
+    unanswered: list[tuple[Change, Check]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # other than acknowledged changes
 
     def has(self, kind: str) -> bool:

@@ -1,7 +1,6 @@
-"""A server with faults, and the seeded schedule of these."""
+"""A server with faults."""
 
 import os
-import random
 import resource
 import signal
 import socket
@@ -11,46 +10,26 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
+from benchmarks.soak_faults.faults import Fault
+from benchmarks.soak_faults.network import Network
 from kvkeep.errors import KvkeepError
 
-KINDS = ("kill", "restart", "stop", "full disk", "read only", "clock")
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
 START_SECONDS = 600
 _NO_SIZE = 1  # bytes that files may have while the disk is full
 
 
-@dataclass(frozen=True)
-class Fault:
-    """at: operations done before it. seconds: that it lasts. hours: by which the clock moves."""
-
-    at: int
-    kind: str
-    seconds: float
-    hours: float
-
-
-def schedule(seed: int, operations: int, every: int) -> list[Fault]:
-    """Return a fault for about every `every` operations; all kinds come equally often."""
-    rng, faults, kinds = random.Random(seed), list[Fault](), list[str]()
-    for at in range(every, operations, every):
-        kinds = kinds or rng.sample(KINDS, len(KINDS))
-        place = at + rng.randrange(every // 2 + 1)
-        faults.append(Fault(place, kinds.pop(), rng.uniform(0.5, 5), rng.uniform(-12, 12)))
-    return faults
-
-
 class FaultyServer:
-    """`kvkeep serve` on a folder, at one address whenever it runs.
+    """`kvkeep serve` on a folder, at one port whenever it runs, behind a network with faults.
 
-    generation: how often it was killed. ready: set while it should answer. skipped: kinds of faults
-    that this machine does not allow. memory: the server's limit for sessions. clock_library:
-    libfaketime's, if there is one.
+    url: the network's. generation: how often it was killed. ready: set while it should answer.
+    skipped: kinds of faults that this machine does not allow. memory: the server's limit for
+    sessions. clock_library: libfaketime's, if there is one.
     """
 
     def __init__(self, folder: Path, model: str, memory: str, clock_library: Path | None) -> None:
@@ -60,8 +39,9 @@ class FaultyServer:
         self._keys.write_text("\n".join(KEYS))
         self._clock.write_text("+0")
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            self._port = free.getsockname()[1]
+        self._network = Network(self._port)
+        self.url = f"http://127.0.0.1:{self._network.port}"
         self._model, self._memory, self._clock_library = model, memory, clock_library
         self.generation, self.ready = 0, threading.Event()
         self.skipped, self.peak_bytes = set[str](), 0
@@ -84,6 +64,10 @@ class FaultyServer:
             case "read only":
                 with self._read_only():
                     time.sleep(fault.seconds)
+            case "cut":
+                self._network.cut(fault.seconds)
+            case "slow":
+                self._network.slow(fault.seconds)
             case "clock":
                 if self._clock_library is None:
                     self.skipped.add("clock")
@@ -98,6 +82,7 @@ class FaultyServer:
 
     def close(self) -> int:
         """Stop the server; return its status."""
+        self._network.close()
         self._process.terminate()
         return self._process.wait()
 
@@ -120,7 +105,7 @@ class FaultyServer:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }
         arguments = f"serve -q --max-kv-size 512 --memory {self._memory}".split()
-        arguments += ["--port", str(self.port)]
+        arguments += ["--port", str(self._port)]
         arguments += ["-m", self._model, "--store", str(self.store)]
         arguments += ["--api-key-file", str(self._keys)]
         program = [sys.executable, "-c", "from kvkeep.cli.start import run; run()"]
@@ -131,7 +116,7 @@ class FaultyServer:
             if process.poll() is not None:
                 raise KvkeepError(f"the server ended with status {process.returncode} at its start")
             try:
-                if httpx.get(f"{self.url}/health").is_success:
+                if httpx.get(f"http://127.0.0.1:{self._port}/health").is_success:
                     self.ready.set()
                     return process
             except httpx.TransportError:
