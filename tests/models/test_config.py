@@ -1,6 +1,7 @@
 """Reading config.json, of transformers 4 and 5, into a ModelSpec."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 16,
 }
 PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
@@ -165,6 +172,29 @@ def test_unsupported_configs_are_refused_by_name(
         assert all(name in str(caught.value) for name in FAMILIES)
     if named == "dynamic":
         assert "default, linear, llama3, yarn, longrope" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [1e308, 10**400], ids=["float", "integer"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("rope_theta", {}),
+        ("partial_rotary_factor", {"architectures": ["GlmForCausalLM"]}),
+        ("factor", {"rope_scaling": {"rope_type": "linear"}}),
+        ("factor", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 9}}),
+        ("block_ffn_dim_multiplier", {"architectures": ["Lfm2ForCausalLM"], **LFM2}),
+    ],
+)
+def test_a_number_near_the_largest_float_or_beyond_is_read_or_refused(
+    tmp_path: Path, name: str, fields: dict[str, Any], number: float
+) -> None:
+    config = {**PLAIN, **fields}
+    scaling = config.get("rope_scaling")
+    config = {**config, "rope_scaling": {**scaling, name: number}} if scaling else config
+    if scaling is None:
+        config[name] = number
+    with suppress(BadModelFile):
+        assert read_spec(write(tmp_path, config)).rope.inverse_frequencies
 
 
 STATES = [

@@ -1,7 +1,7 @@
 """Reading a model's JSON files, and checked numbers from their fields."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +95,8 @@ class ConfigFields:
 
 
 def is_positive_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    """Whether a value of a config is above 0 and at most the largest float: JSON has no limit."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def is_valid_integer(value: object, minimum: int) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvkeep.models.spec.config_fields import ConfigFields
+from kvkeep.models.spec.config_fields import MAX_INTEGER, ConfigFields
 from kvkeep.models.spec.config_layers import MAX_LAYERS
 from kvkeep.models.spec.config_mamba import (
     ATTENTION,
@@ -108,5 +108,6 @@ def _lfm2_mlp_width(config: ConfigFields) -> int:
     width, multiple = int(2 * width / 3), config.positive_int("block_multiple_of")
     if config.get("block_ffn_dim_multiplier") is None:
         return max(1, width)
-    width = int(config.positive_float("block_ffn_dim_multiplier", 1.0) * width)
+    multiplier = config.positive_float("block_ffn_dim_multiplier", 1.0)
+    width = int(min(multiplier * width, MAX_INTEGER))
     return max(1, -(-width // multiple)) * multiple

@@ -83,7 +83,7 @@ def _rope_and_trained_length(
 def _proportional_rope(settings: ConfigFields, head_dim: int) -> RopeSpec:
     """Return Gemma 4's RoPE: the first frequencies of a whole head's table; other pairs have 0."""
     rotary_share = settings.positive_float("partial_rotary_factor", default=1.0)
-    num_pairs = int(rotary_share * head_dim // 2)
+    num_pairs = int(min(rotary_share, 2.0) * head_dim // 2)  # times 1e308 it would be infinite
     if not 0 < num_pairs <= head_dim // 2:
         raise _no_pairs_error(settings, rotary_share, head_dim)
     scaling: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _rotary_dim(config: ConfigFields, settings: ConfigFields, family: Family, he
         raise config.unsupported_error(
             f"RoPE on a part of each head (partial_rotary_factor {share})"
         )
-    rotary_dim = int(head_dim * share)
+    rotary_dim = int(head_dim * min(share, 1.0))
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise _no_pairs_error(config, share, head_dim)
     return rotary_dim

@@ -62,7 +62,7 @@ class SessionHead:
                 if invalid or fields["epoch"] < 1 or fields["gen"] < 0:
                     raise ValueError(f"invalid values of {invalid or 'epoch, gen'}")
                 return cls(**fields)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CorruptFile(
                 f"the head of session {name!r} is not in kvkeep's format ({error!r}); the "
                 "session's files beside it can be imported"
