@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.storage.files.atomic import atomic_writer
 
 ALIGNMENT = 64  # bytes: kernels read whole cache lines
+_COPIED_BYTES = 1 << 22  # of a tensor with gaps; see `contiguous_chunks`
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,11 +66,13 @@ def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str
 
 
 def contiguous_chunks(tensor: Tensor) -> Iterator[bytes]:
-    """Yield a CPU tensor's bytes in order, in contiguous chunks as large as its strides allow."""
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1)
-        if flat.numel():
-            yield tensor_bytes(flat)
+    """Yield a CPU tensor's bytes in order, in contiguous chunks as large as its strides allow.
+
+    A small tensor is copied into one chunk: a chunk takes as long as copying some kilobytes.
+    """
+    if tensor.is_contiguous() or tensor.nbytes <= _COPIED_BYTES:
+        if tensor.numel():
+            yield tensor_bytes(tensor)
         return
     for part in tensor:
         yield from contiguous_chunks(part)
