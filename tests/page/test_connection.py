@@ -2,9 +2,18 @@
 
 from contextlib import suppress
 
+import pytest
 from page.conftest import create
+from page.test_chat import box
 from playwright.sync_api import Error, Page, Route, expect
 from server.conftest import RunningServer
+
+
+def end_events(page: Page, server: RunningServer) -> None:
+    """End the stream of operations, which requests of it must not begin again."""
+    server.service.closing = True
+    expect(page.get_by_role("alert")).to_be_visible()
+    server.service.closing = False
 
 
 def test_a_slow_server_leaves_a_page_that_says_it_loads(page: Page, server: RunningServer) -> None:
@@ -78,3 +87,67 @@ def test_the_box_has_the_focus_once_a_conversation_is_loaded(
     expect(page.locator(".turn")).to_have_count(1)
     expect(page.locator("#words")).to_be_focused()
     page.unroute_all()
+
+
+@pytest.mark.parametrize("view", ["chat", "sessions"])
+def test_a_view_that_was_opened_while_the_server_was_gone_is_shown_once_it_is_back(
+    page: Page, server: RunningServer, view: str
+) -> None:
+    """Also one whose module was not loaded."""
+    name = f"opened-{view}"
+    create(server, name)
+    page.goto("/#/")
+    expect(page.locator(f'#conversations [data-name="{name}"]')).to_be_visible()
+    page.route("**/v1/**", lambda route: route.abort())
+    page.route("**/page/**", lambda route: route.abort())
+    end_events(page, server)
+    page.evaluate("(hash) => { location.hash = hash; }", f"#/{view}/{name}")
+    expect(page.locator("#content")).to_contain_text("The server does not answer.")
+    expect(page.get_by_role("button", name="Try again")).to_be_visible()
+    heading = page.locator("#content h1")
+    left = "(e) => e.getBoundingClientRect().left"
+    assert heading.evaluate(left) > page.locator("main").evaluate(left)  # it has a margin
+    page.unroute_all()
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(heading).to_have_text(name)
+
+
+def test_a_click_on_the_link_of_a_view_that_failed_tries_again(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "clicked-again")
+    link = page.locator('#conversations [data-name="clicked-again"]')
+    for again in (link, page.get_by_role("button", name="Try again")):
+        page.goto("/#/")
+        page.route("**/memory", lambda route: route.abort())
+        link.click()
+        expect(page.locator("#content h1")).to_have_text("Error")
+        page.unroute_all()
+        again.click()
+        expect(page.locator(".turn")).to_have_count(1)
+
+
+def test_an_answer_that_still_arrives_is_said_not_to_be_lost(
+    page: Page, server: RunningServer
+) -> None:
+    """As while a server shuts down: the stream of operations has ended."""
+    create(server, "arriving", max_kv_size=8192)
+    page.goto("/#/chat/arriving")
+    expect(page.locator(".turn")).to_have_count(1)
+    bias = {str(server.service.model.end_token_ids[0]): -100}
+    body = {"content": "Count.", "stream": True, "max_tokens": 4096, "logit_bias": bias}
+    page.route("**/turns", lambda route: route.continue_(post_data=body))
+    page.route("**/v1/events", lambda route: route.abort())
+    box(page).fill("Write a long story.")
+    box(page).press("Enter")
+    expect(page.locator(".open .markdown").first).to_be_visible()
+    end_events(page, server)
+    note = page.get_by_role("alert")
+    expect(note).to_contain_text("the answer still arrives")
+    for width in (1280, 360):
+        page.set_viewport_size({"width": width, "height": 700})
+        assert note.evaluate("(e) => e.scrollHeight <= e.clientHeight")
+    page.keyboard.press("Escape")
+    expect(note).to_contain_text("does not answer")
+    page.unroute_all()
+    expect(note).to_be_hidden()

@@ -60,6 +60,18 @@ export const get = async (path) => (await request("GET", path)).json();
 /** @param {string} method @param {string} path @param {any} [body] @param {Options} [options] */
 export const send = async (method, path, body, options) => (await request(method, path, body, options)).json();
 
+let streams = 0;
+
+/** Whether a stream is open: of an answer, while the server's operations are not followed. */
+export const isReceiving = () => streams > 0;
+
+// Counts an open stream, or one that has ended.
+/** @param {1 | -1} change */
+function countStream(change) {
+  streams += change;
+  document.dispatchEvent(new CustomEvent("streams"));
+}
+
 /**
  * Yields server-sent events: pairs of a name and its data.
  * @param {string} method @param {string} path @param {any} [body] @param {Options} [options]
@@ -71,6 +83,7 @@ export async function* streamEvents(method, path, body, options) {
   const stream = /** @type {ReadableStream<any>} */ (response.body);
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
+  countStream(1);
   try {
     for (;;) {
       const { value, done } = await reader.read();
@@ -84,6 +97,7 @@ export async function* streamEvents(method, path, body, options) {
       }
     }
   } finally {
+    countStream(-1);
     reader.cancel().catch(() => {});
   }
 }

@@ -1,8 +1,9 @@
 // The entry point: routes URL hashes to views.
 
-import { ApiError, get, messageOf, setKey } from "./api.js";
+import { ApiError, get, isReceiving, messageOf, setKey } from "./api.js";
 import { byId, fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { chat } from "./chat.js";
+import { storeDrafts } from "./chat_place.js";
 import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
 import { misses } from "./misses.js";
@@ -24,6 +25,8 @@ const VIEWS = [
 
 const content = byId("content");
 let currentView = new AbortController(); // aborted when the view is left
+let hasFailedModule = false;
+let isUnanswered = false; // whether the view could not be shown, as the server did not answer
 /** @type {PageSettings} */
 let settings = { edits: false, model: "" };
 
@@ -32,6 +35,7 @@ async function showView(focus) {
   const hash = location.hash;
   if (hash && !hash.startsWith("#/")) return; // an anchor inside the current view
   currentView.abort();
+  isUnanswered = false;
   for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // of the view that is left
   currentView = new AbortController();
   const { signal } = currentView;
@@ -47,6 +51,7 @@ async function showView(focus) {
   try {
     document.body.classList.toggle("chatting", isChat);
     const view = await Promise.resolve(loaded).catch(() => {
+      hasFailedModule = true;
       throw new Error("The server does not answer.");
     });
     if (signal.aborted) return;
@@ -54,13 +59,51 @@ async function showView(focus) {
   } catch (error) {
     if (signal.aborted) return;
     if (error instanceof ApiError && error.status === 401) return askForKey();
-    document.body.append(byId("status"));
-    fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)));
+    showFailure(container, error);
   }
   if (signal.aborted) return;
   byId("skip").textContent = messageBox() ? "Skip to the message box" : "Skip to content";
   if (focus && !isChat) content.focus({ preventScroll: true });
 }
+
+/** @param {HTMLElement} container @param {unknown} error */
+function showFailure(container, error) {
+  document.body.append(byId("status"));
+  document.body.classList.remove("chatting"); // a chat has no margins
+  isUnanswered = !(error instanceof ApiError) || error.status >= 500;
+  fill(container, h("h1", {}, "Error"), h("p", {}, messageOf(error)), isUnanswered ? h("button", { onclick: tryAgain }, "Try again") : null);
+}
+
+// Shows a view again that could not be shown. Browsers need a new page for a module that could not be loaded.
+function tryAgain() {
+  if (hasFailedModule) {
+    storeDrafts();
+    location.reload();
+  } else showView(true);
+}
+
+// Tries again when the link to a view that could not be shown is clicked: the URL stays the same.
+/** @param {Event} event */
+function onClick(event) {
+  const link = /** @type {HTMLElement} */ (event.target).closest("a");
+  if (isUnanswered && link && link.getAttribute("href") === (location.hash || "#/")) tryAgain();
+}
+
+// Shows whether the server's operations are followed. A view that could not be shown is shown anew once they are again.
+/** @param {HTMLElement} connection @param {string} state */
+function showConnection(connection, state) {
+  const [gone, isLive] = [byId("gone"), state === "live"];
+  const isBack = isLive && !gone.hidden;
+  connection.textContent = state;
+  explainGone();
+  gone.hidden = isLive;
+  if (isBack && isUnanswered) tryAgain();
+}
+
+const GONE = "The server does not answer: trying again. What you see may be outdated.";
+const CLOSING = "The server may be shutting down or restarting; the answer still arrives.";
+
+const explainGone = () => (byId("gone").textContent = isReceiving() ? CLOSING : GONE);
 
 const messageBox = () => document.getElementById("words");
 
@@ -91,10 +134,9 @@ async function start() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") document.body.classList.remove("menu-open");
   });
-  followOperations((state) => {
-    connection.textContent = state;
-    byId("gone").hidden = state === "live";
-  });
+  document.addEventListener("click", onClick);
+  document.addEventListener("streams", explainGone);
+  followOperations((state) => showConnection(connection, state));
   conversations(byId("conversations"), settings.edits);
   await showView(false);
 }
