@@ -6,8 +6,8 @@ Users with two keys create, feed, edit, align, compress, fork, restore, save and
 take turns in them, and know after each change what a session must hold. They also ask questions
 without a session, whose answers must stay the same. A seeded schedule kills, restarts and stops
 the server, fills its disk, makes its store read-only, moves its clock (by libfaketime,
-`--clock-library`), and cuts or slows its network. The command ends at the first violation, with
-the seed and the operation.
+`--clock-library`), takes its memory, and cuts or slows its network. The command ends at the first
+violation, with the seed and the operation.
 """
 
 import shutil
@@ -20,7 +20,8 @@ import click
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
-from benchmarks.soak_faults.faults import schedule
+from benchmarks.soak_faults.faults import Fault, schedule
+from benchmarks.soak_faults.latency import Latencies
 from benchmarks.soak_faults.records import Record
 from benchmarks.soak_faults.replay import Replayer
 from benchmarks.soak_faults.server import KEYS, FaultyServer
@@ -65,24 +66,18 @@ def soak_faults(
         Record(operations),
     )
     replayer = Replayer(model, server.store) if replay else None
-    resident = list[int]()
-    threads = [User(n, KEYS[n % 2], server, record, replayer) for n in range(users)]
+    latencies = Latencies(users)
+    threads = [User(n, KEYS[n % 2], server, record, latencies, replayer) for n in range(users)]
     for thread in threads:
         thread.start()
-    faults = schedule(seed, operations, fault_every)
-    applied: dict[str, int] = {}
     try:
-        for fault in faults:
-            while record.total < fault.at and not record.is_over:
-                time.sleep(0.05)
-            if record.is_over:
-                break
-            click.echo(f"{record.total:,} operations; {fault.kind}", err=True)
-            resident.append(server.look())
-            server.apply(fault)
-            applied[fault.kind] = applied.get(fault.kind, 0) + 1
+        applied, resident = _apply_faults(
+            server, record, latencies, schedule(seed, operations, fault_every)
+        )
+        while not record.is_over:
+            time.sleep(0.05)
         for thread in threads:
-            thread.join()
+            thread.join(0 if record.violations else None)
     finally:
         status = server.close()
     result = {
@@ -93,6 +88,8 @@ def soak_faults(
         "went_back_after_kill": record.lost,
         "unanswered": record.unanswered,
         "replayed": record.replayed,
+        "hung_without_memory": server.hung,
+        "recovery_seconds": max(latencies.recoveries, default=None),
         "resident": resident,
     }
     settings = {"model": Path(name).name, "users": users, "seed": seed, "every": fault_every}
@@ -102,6 +99,32 @@ def soak_faults(
     if record.violations or status:
         raise KvkeepError(f"{folder} has the server's log; {status=}; {record.violations[:1]}")
     shutil.rmtree(folder)
+
+
+def _apply_faults(
+    server: FaultyServer, record: Record, latencies: Latencies, faults: list[Fault]
+) -> tuple[dict[str, int], list[int]]:
+    """Apply a schedule, and wait after each fault until the server answers in a normal time.
+
+    Returns the number of faults of each kind, and the server's resident bytes before each.
+    """
+    applied, resident = dict[str, int](), list[int]()
+    for fault in faults:
+        while record.total < fault.at and not record.is_over:
+            time.sleep(0.05)
+            if (ended := server.ended()) is not None:
+                record.violations.append(f"the server ended by itself, with status {ended}")
+        if record.is_over:
+            break
+        click.echo(f"{record.total:,} operations; {fault.kind}", err=True)
+        resident.append(server.look())
+        normal = latencies.normal_seconds()
+        server.apply(fault)
+        applied[fault.kind] = applied.get(fault.kind, 0) + 1
+        if not latencies.wait_for_recovery(normal, lambda: record.is_over):
+            late = f"not all users were answered within {normal:.1f} s"
+            record.violations.append(f"{late}, a minute after a fault: {fault}")
+    return applied, resident
 
 
 if __name__ == "__main__":

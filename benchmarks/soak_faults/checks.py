@@ -43,8 +43,8 @@ class Checker:
             return
         if not is_certain:
             self._record.unanswered += 1
+            held.unanswered.append((change, check))
             if self._is_newest(held, found, generation):
-                held.unanswered.append((change, check))
                 return
         if generation > held.generation:
             self._go_back(held, found, generation)
@@ -104,10 +104,14 @@ class Checker:
         return False
 
     def _is_newest(self, held: UserSession, found: dict[str, Any] | None, generation: int) -> bool:
-        """Whether a session is at its newest point. After a kill it may have another revision."""
+        """Whether a session is at its newest point.
+
+        After a kill, or a change that failed and was rolled back, it may have another revision.
+        """
         if found is None or found["tokens"] != held.points[-1].tokens:
             return False
-        if generation == held.generation and found["revision"] != held.points[-1].revision:
+        is_same = generation == held.generation and not held.unanswered
+        if is_same and found["revision"] != held.points[-1].revision:
             return False
         held.points[-1] = replace(held.points[-1], revision=found["revision"])
         held.generation = generation

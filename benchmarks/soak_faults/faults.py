@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-KINDS = ("kill", "restart", "stop", "full disk", "read only", "clock", "cut", "slow")
+KINDS = ("kill", "restart", "stop", "full disk", "read only", "clock", "cut", "slow", "memory")
 
 
 @dataclass(frozen=True)

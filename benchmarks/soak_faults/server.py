@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -22,14 +22,17 @@ from kvkeep.errors import KvkeepError
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
 START_SECONDS = 600
 _NO_SIZE = 1  # bytes that files may have while the disk is full
+_HUNG_SECONDS = 30  # without a response
+_SPARE_BYTES = 2**20  # by which the server's memory may grow while there is little
 
 
 class FaultyServer:
     """`kvkeep serve` on a folder, at one port whenever it runs, behind a network with faults.
 
-    url: the network's. generation: how often it was killed. ready: set while it should answer.
-    skipped: kinds of faults that this machine does not allow. memory: the server's limit for
-    sessions. clock_library: libfaketime's, if there is one.
+    url: the network's. generation: how often it was killed. hung: how often because it hung after a
+    lack of memory. ready: set while it should answer. skipped: kinds of faults that this machine
+    does not allow. memory: the server's limit for sessions. clock_library: libfaketime's, if there
+    is one.
     """
 
     def __init__(self, folder: Path, model: str, memory: str, clock_library: Path | None) -> None:
@@ -40,10 +43,11 @@ class FaultyServer:
         self._clock.write_text("+0")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
+        self._address = f"http://127.0.0.1:{self._port}"
         self._network = Network(self._port)
         self.url = f"http://127.0.0.1:{self._network.port}"
         self._model, self._memory, self._clock_library = model, memory, clock_library
-        self.generation, self.ready = 0, threading.Event()
+        self.generation, self.hung, self.ready = 0, 0, threading.Event()
         self.skipped, self.peak_bytes = set[str](), 0
         self._process = self._started()
 
@@ -68,6 +72,10 @@ class FaultyServer:
                 self._network.cut(fault.seconds)
             case "slow":
                 self._network.slow(fault.seconds)
+            case "memory":
+                with self._little_memory():
+                    time.sleep(fault.seconds)
+                self._replace_unless_alive()
             case "clock":
                 if self._clock_library is None:
                     self.skipped.add("clock")
@@ -80,10 +88,17 @@ class FaultyServer:
         except psutil.NoSuchProcess:
             return 0
 
+    def ended(self) -> int | None:
+        """Return the status of a process that has ended by itself."""
+        return self._process.poll()
+
     def close(self) -> int:
         """Stop the server; return its status."""
         self._network.close()
         self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_HUNG_SECONDS)
+        self._process.kill()
         return self._process.wait()
 
     def _end(self, number: signal.Signals) -> None:
@@ -94,6 +109,19 @@ class FaultyServer:
             raise KvkeepError(f"the server ended with status {status} on SIGTERM; expected 0")
         self.generation += number == signal.SIGKILL
         self._process = self._started()
+
+    def _replace_unless_alive(self) -> None:
+        """Start the server again if it has ended or its engine hangs, which counts as a kill.
+
+        A thread that has no memory to start in makes the one that starts it wait forever (CPython's
+        issue 140746), with all locks that this one holds.
+        """
+        headers, sessions = {"Authorization": f"Bearer {KEYS[0]}"}, f"{self._address}/v1/sessions"
+        with suppress(httpx.TransportError):
+            httpx.get(sessions, headers=headers, timeout=_HUNG_SECONDS)
+            return
+        self.hung += self._process.poll() is None
+        self._end(signal.SIGKILL)
 
     def _started(self) -> "subprocess.Popen[bytes]":
         environment = dict(os.environ)
@@ -116,21 +144,32 @@ class FaultyServer:
             if process.poll() is not None:
                 raise KvkeepError(f"the server ended with status {process.returncode} at its start")
             try:
-                if httpx.get(f"http://127.0.0.1:{self._port}/health").is_success:
+                if httpx.get(f"{self._address}/health").is_success:
                     self.ready.set()
                     return process
             except httpx.TransportError:
                 time.sleep(0.1)
         raise KvkeepError(f"the server did not answer within {START_SECONDS} seconds")
 
+    def _full_disk(self) -> AbstractContextManager[None]:
+        return self._limited(resource.RLIMIT_FSIZE, _NO_SIZE)
+
+    def _little_memory(self) -> AbstractContextManager[None]:
+        """Limit the process to the writable memory that it has, so that allocations fail."""
+        data = psutil.Process(self._process.pid).memory_info().data
+        return self._limited(resource.RLIMIT_DATA, data + _SPARE_BYTES)
+
     @contextmanager
-    def _full_disk(self) -> Iterator[None]:
-        _, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (_NO_SIZE, hard))
+    def _limited(self, kind: int, limit: int) -> Iterator[None]:
+        """Limit a resource of the process, which may end meanwhile."""
+        process = self._process.pid
+        _, hard = resource.prlimit(process, kind)
+        resource.prlimit(process, kind, (limit, hard))
         try:
             yield
         finally:
-            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+            with suppress(ProcessLookupError):
+                resource.prlimit(process, kind, (hard, hard))
 
     @contextmanager
     def _read_only(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 
 from benchmarks.soak_faults.changes import GREEDY, PROPOSALS, Proposal
 from benchmarks.soak_faults.checks import Checker
+from benchmarks.soak_faults.latency import Latencies
 from benchmarks.soak_faults.records import Change, Record, SessionPoint, UserSession
 from benchmarks.soak_faults.server import FaultyServer
 from kvkeep import Client
@@ -27,7 +29,8 @@ MAX_TOKENS = 250  # of a session, before it is deleted
 class User(threading.Thread):
     """One user with one key, who makes one change after another until the record is full.
 
-    replay: compares a session that was saved with a lone replay of its changes.
+    latencies: of the users' operations, without replays. replay: compares a session that was saved
+    with a lone replay of its changes.
     """
 
     def __init__(
@@ -36,10 +39,12 @@ class User(threading.Thread):
         key: str,
         server: FaultyServer,
         record: Record,
+        latencies: Latencies,
         replay: Callable[[UserSession], str | None] | None,
     ) -> None:
         super().__init__(name=f"user {number}", daemon=True)
         self.key, self.server, self.record, self.replay = key, server, record, replay
+        self.latencies, self.replay_seconds = latencies, 0.0
         self.rng = random.Random(number)
         self.number, self.made = number, 0
         self.client = Client(server.url, key)
@@ -51,25 +56,32 @@ class User(threading.Thread):
     def run(self) -> None:
         try:
             while not self.record.is_over:
-                self._operate()
+                start, self.replay_seconds = time.monotonic(), 0.0
+                if self._operate():
+                    seconds = time.monotonic() - start - self.replay_seconds
+                    self.latencies.add(self.number, seconds)
         except Exception as error:
             self.checker.violation(f"{type(error).__name__}: {error}")
             raise
 
-    def _operate(self) -> None:
+    def _operate(self) -> bool:
+        """Make an operation. False if a change was chosen that the session does not allow."""
         sessions = self.checker.sessions
         if not sessions or (len(sessions) < 3 and self.rng.random() < 0.1):
             self._create()
-            return
+            return True
         held = self.rng.choice(sessions)
         if len(held.points[-1].tokens) > MAX_TOKENS:
             self._finish(held)
-            return
+            return True
         others = (self._save, self._fork, self._restore, self._ask, self.checker.compare_unchanged)
         if self.rng.random() < len(others) / (len(others) + 2 * len(PROPOSALS)):
             self.rng.choice(others)(held)
-        elif (proposal := self.rng.choice(PROPOSALS)(self.rng, held)) is not None:
+            return True
+        proposal = self.rng.choice(PROPOSALS)(self.rng, held)
+        if proposal is not None:
             self._change(held, proposal)
+        return proposal is not None
 
     # Changes
 
@@ -135,7 +147,9 @@ class User(threading.Thread):
         """Compare a session that was just saved with a lone replay."""
         if self.replay is None or held.has("turn"):  # turns depend on the chat template
             return
+        start = time.monotonic()
         difference = self.replay(held)
+        self.replay_seconds = time.monotonic() - start
         self.record.replayed += 1
         if difference is not None:
             self.checker.violation(f"{held.name}: {difference}")
