@@ -7,7 +7,9 @@ take turns in them, and know after each change what a session must hold. They al
 without a session, whose answers must stay the same. A seeded schedule kills, restarts and stops
 the server, fills its disk, makes its store read-only, moves its clock (by libfaketime,
 `--clock-library`), takes its memory, and cuts or slows its network. The command ends at the first
-violation, with the seed and the operation.
+violation, with the seed and the operation. With `--fleet`, users send each request to one of two
+servers over one store; a fault happens to one of them. With `--object-store`, the store is an S3
+server behind such a network.
 """
 
 import shutil
@@ -20,11 +22,12 @@ import click
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
+from benchmarks.soak_faults.deployment import Deployment, deployment
 from benchmarks.soak_faults.faults import Fault, schedule
 from benchmarks.soak_faults.latency import Latencies
 from benchmarks.soak_faults.records import Record
 from benchmarks.soak_faults.replay import Replayer
-from benchmarks.soak_faults.server import KEYS, FaultyServer
+from benchmarks.soak_faults.server import KEYS
 from benchmarks.soak_faults.users import User
 from kvkeep import load_model
 from kvkeep.errors import KvkeepError
@@ -45,6 +48,8 @@ from kvkeep.storage.files.atomic import write_json
     help="libfaketimeMT.so.1, to move the server's clock.",
 )
 @click.option("--replay", is_flag=True, help="Compare saved sessions with lone replays.")
+@click.option("--fleet", is_flag=True, help="Two servers over one store, in place of one server.")
+@click.option("--object-store", is_flag=True, help="Keep sessions in an S3 server (moto).")
 @model_option
 @out_option
 def soak_faults(
@@ -55,44 +60,46 @@ def soak_faults(
     memory: str,
     clock_library: Path | None,
     replay: bool,
+    fleet: bool,
+    object_store: bool,
     name: str,
     out: Path | None,
 ) -> None:
     """Let users work on a server with faults; check what every session holds."""
     check_outputs(out)
+    if replay and (fleet or object_store):
+        raise click.UsageError("--replay reads the files of one server with a folder")
     model, folder = load_model(name), Path(tempfile.mkdtemp(prefix="kvkeep-faults-"))
-    server, record = (
-        FaultyServer(folder, str(resolve(name, progress=True)), memory, clock_library),
-        Record(operations),
-    )
-    replayer = Replayer(model, server.store) if replay else None
-    latencies = Latencies(users)
-    threads = [User(n, KEYS[n % 2], server, record, latencies, replayer) for n in range(users)]
-    for thread in threads:
-        thread.start()
-    try:
-        applied, resident = _apply_faults(
-            server, record, latencies, schedule(seed, operations, fault_every)
-        )
-        while not record.is_over:
-            time.sleep(0.05)
+    record, latencies = Record(operations), Latencies(users)
+    replayer = Replayer(model, folder / "store") if replay else None
+    path = str(resolve(name, progress=True))
+    with deployment(folder, path, memory, clock_library, fleet, object_store) as servers:
+        threads = [User(n, KEYS[n % 2], servers, record, latencies, replayer) for n in range(users)]
         for thread in threads:
-            thread.join(0 if record.violations else None)
-    finally:
-        status = server.close()
+            thread.start()
+        try:
+            faults = schedule(seed, operations, fault_every, servers.kinds)
+            applied, resident = _apply_faults(servers, record, latencies, faults)
+            while not record.is_over:
+                time.sleep(0.05)
+            for thread in threads:
+                thread.join(0 if record.violations else None)
+        finally:
+            status = servers.close()
     result = {
         "operations": record.done,
-        "faults": {k: n for k, n in applied.items() if k not in server.skipped},
-        "skipped": sorted(server.skipped),
+        "faults": {k: n for k, n in applied.items() if k not in servers.skipped},
+        "skipped": sorted(servers.skipped),
         "violations": record.violations,
         "went_back_after_kill": record.lost,
         "unanswered": record.unanswered,
         "replayed": record.replayed,
-        "hung_without_memory": server.hung,
+        "hung_without_memory": servers.hung,
         "recovery_seconds": max(latencies.recoveries, default=None),
         "resident": resident,
     }
     settings = {"model": Path(name).name, "users": users, "seed": seed, "every": fault_every}
+    settings |= {"fleet": fleet, "object_store": object_store}
     write_json(out, {"machine": asdict(describe_machine()), "settings": settings, **result})
     for key, value in result.items():
         click.echo(f"{key:<22}{value if key != 'resident' else [n // 2**20 for n in resident]}")
@@ -102,24 +109,24 @@ def soak_faults(
 
 
 def _apply_faults(
-    server: FaultyServer, record: Record, latencies: Latencies, faults: list[Fault]
+    servers: Deployment, record: Record, latencies: Latencies, faults: list[Fault]
 ) -> tuple[dict[str, int], list[int]]:
-    """Apply a schedule, and wait after each fault until the server answers in a normal time.
+    """Apply a schedule, and wait after each fault until users are answered in a normal time.
 
-    Returns the number of faults of each kind, and the server's resident bytes before each.
+    Returns the number of faults of each kind, and the servers' resident bytes before each.
     """
     applied, resident = dict[str, int](), list[int]()
     for fault in faults:
         while record.total < fault.at and not record.is_over:
             time.sleep(0.05)
-            if (ended := server.ended()) is not None:
-                record.violations.append(f"the server ended by itself, with status {ended}")
+            if (ended := servers.ended()) is not None:
+                record.violations.append(f"a server ended by itself, with status {ended}")
         if record.is_over:
             break
         click.echo(f"{record.total:,} operations; {fault.kind}", err=True)
-        resident.append(server.look())
+        resident.append(servers.resident_bytes)
         normal = latencies.normal_seconds()
-        server.apply(fault)
+        servers.apply(fault)
         applied[fault.kind] = applied.get(fault.kind, 0) + 1
         if not latencies.wait_for_recovery(normal, lambda: record.is_over):
             late = f"not all users were answered within {normal:.1f} s"

@@ -4,12 +4,13 @@ After a kill a session may be at any state since the last acknowledged save, nev
 any other fault it must be at its newest state. A change whose response was lost is made or not.
 """
 
+import random
 import time
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.soak_faults.deployment import Deployment
 from benchmarks.soak_faults.records import Change, Check, Record, SessionPoint, UserSession
-from benchmarks.soak_faults.server import FaultyServer
 from kvkeep import Client
 from kvkeep.errors import KvkeepError, NoSuchSession
 
@@ -19,11 +20,13 @@ _RETRY_SECONDS = 0.02  # between attempts to read
 class Checker:
     """Reads the sessions of a user, and records violations of what the user knows.
 
-    user: the name in violations. sessions: those that are not lost.
+    user: the name in violations. clients: one for each server. sessions: those that are not lost.
     """
 
-    def __init__(self, user: str, client: Client, server: FaultyServer, record: Record) -> None:
-        self._user, self._client, self._server, self._record = user, client, server, record
+    def __init__(
+        self, user: str, clients: list[Client], server: Deployment, record: Record
+    ) -> None:
+        self._user, self._clients, self._server, self._record = user, clients, server, record
         self.sessions = list[UserSession]()
 
     def violation(self, text: str) -> None:
@@ -70,7 +73,7 @@ class Checker:
             self._server.ready.wait()
             generation = self._server.generation
             try:
-                view = self._client.session(name).text()
+                view = random.choice(self._clients).session(name).text()
             except NoSuchSession:
                 if self._server.ready.is_set() and self._server.generation == generation:
                     return None, generation

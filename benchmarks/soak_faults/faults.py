@@ -16,11 +16,11 @@ class Fault:
     hours: float
 
 
-def schedule(seed: int, operations: int, every: int) -> list[Fault]:
+def schedule(seed: int, operations: int, every: int, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
     """Return a fault for about every `every` operations; all kinds come equally often."""
-    rng, faults, kinds = random.Random(seed), list[Fault](), list[str]()
+    rng, faults, left = random.Random(seed), list[Fault](), list[str]()
     for at in range(every, operations, every):
-        kinds = kinds or rng.sample(KINDS, len(KINDS))
+        left = left or rng.sample(kinds, len(kinds))
         place = at + rng.randrange(every // 2 + 1)
-        faults.append(Fault(place, kinds.pop(), rng.uniform(0.5, 5), rng.uniform(-12, 12)))
+        faults.append(Fault(place, left.pop(), rng.uniform(0.5, 5), rng.uniform(-12, 12)))
     return faults

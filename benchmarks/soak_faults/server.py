@@ -2,6 +2,7 @@
 
 import os
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -32,14 +33,29 @@ class FaultyServer:
     url: the network's. generation: how often it was killed. hung: how often because it hung after a
     lack of memory. ready: set while it should answer. skipped: kinds of faults that this machine
     does not allow. memory: the server's limit for sessions. clock_library: libfaketime's, if there
-    is one.
+    is one. store_url: of a store in place of the folder's, which others share (is_shared). name:
+    of this server among those.
     """
 
-    def __init__(self, folder: Path, model: str, memory: str, clock_library: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        memory: str,
+        clock_library: Path | None,
+        store_url: str | None = None,
+        name: str = "",
+    ) -> None:
         self.folder, self.store = folder, folder / "store"
         self.store.mkdir(parents=True, exist_ok=True)
-        self._keys, self._clock = folder / "keys", folder / "clock"
+        self.is_shared = store_url is not None
+        self._store_arguments = ["--store", store_url or str(self.store)]
+        self._keys, self._clock = folder / "keys", folder / f"clock{name}"
         self._keys.write_text("\n".join(KEYS))
+        if self.is_shared:
+            secret = folder / "secret"
+            secret.write_text(secrets.token_hex(32) if not secret.exists() else secret.read_text())
+            self._store_arguments += ["--secret-file", str(secret)]
         self._clock.write_text("+0")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
@@ -134,7 +150,7 @@ class FaultyServer:
             }
         arguments = f"serve -q --max-kv-size 512 --memory {self._memory}".split()
         arguments += ["--port", str(self._port)]
-        arguments += ["-m", self._model, "--store", str(self.store)]
+        arguments += ["-m", self._model, *self._store_arguments]
         arguments += ["--api-key-file", str(self._keys)]
         program = [sys.executable, "-c", "from kvkeep.cli.start import run; run()"]
         with (self.folder / "server.log").open("ab") as log:

@@ -11,9 +11,9 @@ import httpx
 
 from benchmarks.soak_faults.changes import GREEDY, PROPOSALS, Proposal
 from benchmarks.soak_faults.checks import Checker
+from benchmarks.soak_faults.deployment import Deployment
 from benchmarks.soak_faults.latency import Latencies
 from benchmarks.soak_faults.records import Change, Record, SessionPoint, UserSession
-from benchmarks.soak_faults.server import FaultyServer
 from kvkeep import Client
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoRoom, NoSuchSession
 from kvkeep.types import PolicyName
@@ -37,7 +37,7 @@ class User(threading.Thread):
         self,
         number: int,
         key: str,
-        server: FaultyServer,
+        server: Deployment,
         record: Record,
         latencies: Latencies,
         replay: Callable[[UserSession], str | None] | None,
@@ -47,11 +47,15 @@ class User(threading.Thread):
         self.latencies, self.replay_seconds = latencies, 0.0
         self.rng = random.Random(number)
         self.number, self.made = number, 0
-        self.client = Client(server.url, key)
-        self.checker = Checker(self.name, self.client, server, record)
-        self.http = httpx.Client(
-            base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=None
-        )
+        self.clients = [Client(url, key) for url in server.urls]
+        self.checker = Checker(self.name, self.clients, server, record)
+        headers = {"Authorization": f"Bearer {key}"}
+        self.http = [httpx.Client(base_url=u, headers=headers, timeout=None) for u in server.urls]
+
+    @property
+    def client(self) -> Client:
+        """A client of any of the servers, another one each time."""
+        return self.rng.choice(self.clients)
 
     def run(self) -> None:
         try:
@@ -88,9 +92,11 @@ class User(threading.Thread):
     def _change(self, held: UserSession, proposal: Proposal) -> None:
         """Make a change, and check what the session holds after it."""
         change, is_certain = proposal.change, True
+        # Over a shared store a retry may be refused although the first try is about to be made.
+        refusals = NoRoom if self.server.is_shared else (Busy, NoRoom)
         try:
             proposal.call(self._remote(held), held.points[-1].revision)
-        except (Busy, NoRoom):
+        except refusals:
             self.checker.compare_unchanged(held)  # a refused change is not made
             return
         except InvalidArgument as error:
@@ -195,7 +201,7 @@ class User(threading.Thread):
         question = self.rng.choice(QUESTIONS)
         body = {"messages": [{"role": "user", "content": question}], **GREEDY, "max_tokens": 8}
         try:
-            response = self.http.post("/v1/chat/completions", json=body)
+            response = self.rng.choice(self.http).post("/v1/chat/completions", json=body)
         except httpx.TransportError:
             return
         self.record.count("ask")

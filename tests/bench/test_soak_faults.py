@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks.soak_faults.__main__ import soak_faults
@@ -31,3 +32,21 @@ def test_users_find_their_sessions_as_they_left_them(tiny_folder: Path, tmp_path
     assert report["faults"]["kill"] >= 1
     assert report["faults"]["cut"] >= 1
     assert report["recovery_seconds"] < 60
+
+
+@pytest.mark.parametrize("store", [[], ["--object-store"]])
+def test_users_of_a_fleet_find_their_sessions_at_each_server(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: list[str]
+) -> None:
+    pytest.importorskip("moto")
+    # Clocks are not moved here; without memory a server may hang, which takes long.
+    kinds = tuple(kind for kind in KINDS if kind not in ("clock", "memory"))
+    monkeypatch.setattr("benchmarks.soak_faults.deployment.KINDS", kinds)
+    out = tmp_path / "out.json"
+    arguments = ["--model", str(tiny_folder), "--operations", "180", "--fault-every", "20"]
+    arguments += ["--users", "3", "--out", str(out), "--fleet", *store]
+    result = CliRunner().invoke(soak_faults, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["violations"] == []
+    assert report["went_back_after_kill"] == 0
