@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, compressText, fullText, nowForgets, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, canPin, cellsToPin, changedText, compressedText, compressText, fullText, nowForgets, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/misses.js`);
 
@@ -52,7 +52,7 @@ test("what a change would free or cost is said by the cells that are held", () =
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
   assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
   const large = { ...held, cells: 200, highest_ratio: 4.5 };
-  assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes.");
+  assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes, which Undo keeps for now.");
   assert.match(compressText(large, 5, bytes), /^not possible with 200 cells, .* stay as they are: 4\.5 to 1 at most\.$/);
   assert.match(compressText({ ...large, highest_ratio: null }, 2, bytes), /^not possible .* stay as they are\.$/);
   assert.match(recomputeText(held, 15), /^Evaluate the 5 tokens after it again/);
@@ -74,8 +74,8 @@ test("what a policy keeps of the beginning, and what it has instead of compressi
 
 test("the legend counts residual cells as the budget counts cells", () => {
   const held = memory({ policy: "full", tokens: 20, cells: 15, heads: 90, residual_cells: 450, runs: [run("compressed", 0, 20)] });
-  assert.deepEqual(legendTexts(held), [["compressed", "compressed 20 tokens"], ["residual", "residual 5 cells per head"]]);
-  assert.equal(legendTexts({ ...held, residual_cells: 2 })[1][1], "residual 1 cell per head");
+  assert.deepEqual(legendTexts(held), [["compressed", "compressed 20 tokens"], ["residual", "5 cells per head stand for compressed text (residual)"]]);
+  assert.equal(legendTexts({ ...held, residual_cells: 2 })[1][1], "1 cell per head stands for compressed text (residual)");
 });
 
 test("what bounds the reuse of a prompt is said with the numbers", () => {
@@ -128,4 +128,14 @@ test("a session's last prompt is found among the misses, which name the nearest 
   assert.equal(of({ last_prompt: { prompt_tokens: 24, reused: 8 } }), 2);
   assert.equal(of({ last_prompt: { prompt_tokens: 30, reused: 0 } }), 1);
   assert.equal(of({ last_prompt: { prompt_tokens: 31, reused: 0 } }), undefined);
+});
+
+test("what a change made memory forget, and what a compression left, is said with its message", () => {
+  const before = memory({ policy: "sliding", cells: 100, runs: [run("forgotten", 0, 10), run("window", 10, 110)] });
+  const after = (fields) => ({ ...before, cells: 41, runs: [run("forgotten", 0, 26), run("compressed", 26, 30), run("window", 30, 110)], ...fields });
+  assert.equal(changedText("Replaced.", before, after()), "Replaced. 16 tokens were forgotten for it.");
+  assert.equal(changedText("Replaced.", before, after({ policy: "archive" })), "Replaced. 16 tokens were forgotten for it. 4 tokens were compressed for it.");
+  assert.equal(changedText("Removed.", before, after({ runs: [run("window", 0, 90)] })), "Removed.");
+  assert.equal(changedText("", before, after()), "");
+  assert.equal(changedText(compressedText, before, after()), "Compressed: 100 cells became 41. Undo keeps those of before for now.");
 });

@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
-const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
+const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, openingText, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { nested } = await import(`${FILES}/conversations.js`);
@@ -149,6 +149,8 @@ test("what was said since a change counts new turns apart from a continued answe
   const earlier = [turn("A", "1"), turn("B", "2")];
   assert.equal(sinceText([turn("B", "2 and on"), turn("C", "3")], earlier), "The continued answer and the turn");
   assert.equal(sinceText([turn("B", "3"), turn("C")], earlier), "The 2 turns");
+  assert.equal(sinceText([turn("B", "3")], earlier, true), "The continued answer");
+  assert.equal(sinceText([turn("C", "3")], earlier, true), "The turn");
   assert.equal(sinceText([], earlier), "");
 });
 
@@ -262,4 +264,11 @@ test("a view that was left is kept by its conversation", () => {
   keepView("a", { selected: "turn 2", place });
   assert.deepEqual(keptView("a"), { selected: "turn 2", place });
   assert.deepEqual(keptView("b"), { selected: null, place: null });
+});
+
+test("the model's own system prompt is shown without the template's marks", () => {
+  const texts = ["<|im_start|>", "system", "\n", "Be ", "kind.", "<|im_end|>", "\n", "Hi"];
+  assert.equal(openingText(memory({ spans: { opening: span(0, 7) } }), texts), "Be kind.");
+  assert.equal(openingText(memory({ spans: { opening: span(0, 1) } }), ["<bos>", "Hi"]), "");
+  assert.equal(openingText(memory({}), texts), "");
 });

@@ -1,5 +1,7 @@
 """Web UI: what the memory panel says and offers, and where the focus is after its changes."""
 
+import re
+
 import pytest
 from page.conftest import create, open_page, wait_until
 from playwright.sync_api import Browser, Page, expect
@@ -56,6 +58,59 @@ def test_escape_leads_back_to_the_turn_of_the_strip(
         page.keyboard.press("Escape")
         expect(page.locator(".memory-panel")).to_be_hidden()
         expect(turn).to_be_focused()
+
+
+def test_a_turn_that_is_chosen_by_a_key_leads_to_its_buttons_and_back(
+    wide: Page, server: RunningServer
+) -> None:
+    create(server, "by-key", turns=2)
+    wide.goto("/#/chat/by-key")
+    expect(wide.locator("#words")).to_be_focused()  # the chat is loaded
+    turn = wide.locator(".turn-bars button[data-turn='turn 1']")
+    turn.press("Enter")
+    expect(wide.locator(".turn-card")).to_be_focused()
+    wide.keyboard.press("Tab")
+    expect(wide.get_by_role("button", name="Pin message")).to_be_focused()
+    wide.keyboard.press("Escape")
+    expect(turn).to_be_focused()
+    assert wide.locator(".memory-action p:empty").count() == 0
+
+
+def test_a_compression_says_what_it_left_and_what_cannot_be_done_any_more(
+    wide: Page, server: RunningServer
+) -> None:
+    """Undo keeps memory: its copy shares only a part with the conversation."""
+    name = "compressing"
+    create(server, name, turns=0, policy="full", max_kv_size=2048)
+    with server.client() as client:
+        for content in ("Name a river.", "The river is long and wide. " * 40, "Go on."):
+            turn = {"content": content, "max_tokens": 1, "temperature": 0}
+            client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+        before = client.get(f"/v1/sessions/{name}/memory").json()["cells"]
+        wide.goto(f"/#/chat/{name}")
+        wide.locator(".turn-bars button[data-turn='turn 1']").click()
+        wide.get_by_text("Compress the whole memory").click()
+        expect(wide.locator(".compress")).to_contain_text("which Undo keeps for now")
+        wide.get_by_role("button", name="Compress", exact=True).click()
+        status = wide.locator("#status")
+        expect(status).to_contain_text(re.compile(rf"^Compressed: {before} cells became \d+\."))
+        card = wide.locator(".turn-card")
+        expect(card).to_contain_text("Pin message: not possible, as it is compressed.")
+        undo = f"/v1/sessions/_undo.{name}.1.compress/memory"
+        kept = client.get(undo).json()
+        assert kept["cells"] == before
+        assert kept["bytes_shared"] < kept["bytes"] / 2
+
+
+def test_a_change_that_makes_memory_forget_says_how_much(wide: Page, server: RunningServer) -> None:
+    create(server, "replacing", turns=4, policy="sliding", max_kv_size=64)
+    wide.goto("/#/chat/replacing")
+    wide.locator(".turn-bars button").last.click()
+    wide.get_by_role("button", name="Replace message").click()
+    wide.locator("dialog [name=text]").fill("Name a city with a long river. " * 3)
+    wide.locator("dialog button.main").click()
+    said = re.compile(r"stays as it was\. \d+ tokens were forgotten for it\.$")
+    expect(wide.locator("#status")).to_have_text(said)
 
 
 def test_the_preview_of_a_compression_is_in_view(wide: Page, server: RunningServer) -> None:

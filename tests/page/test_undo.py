@@ -71,6 +71,26 @@ def test_turns_after_a_change_are_kept_in_a_branch_by_its_undo(
     expect(page.locator(".question").last).to_contain_text("Where is Lima?")
 
 
+def test_an_answer_that_was_regenerated_and_went_on_is_kept_by_its_undo(
+    page: Page, client: httpx.Client
+) -> None:
+    open_chat(page, client, "regenerated")
+    page.get_by_role("button", name="Settings").click()
+    page.locator("dialog [name=max_tokens]").fill("3")
+    page.locator("dialog button.main").click()
+    for button in ("Regenerate", "Continue"):
+        page.get_by_role("button", name=button).click()
+        expect(page.locator(".chat.busy")).to_have_count(0)
+    later, known = text_of(client, "regenerated"), names(client)
+    page.get_by_role("button", name="Undo regenerate").click()
+    text = "The continued answer since then will be kept in a branch"
+    expect(page.locator("dialog")).to_contain_text(text)
+    page.locator("dialog").get_by_role("button", name="Undo").click()
+    expect(page.locator("#status")).to_contain_text("Undone: regenerate.")
+    (branch,) = names(client) - known
+    assert text_of(client, branch) == later
+
+
 def test_a_pin_is_undone_by_its_own_button_once_the_text_goes_on(
     page: Page, client: httpx.Client
 ) -> None:
@@ -141,6 +161,18 @@ def test_a_message_that_is_forgotten_in_part_leads_to_its_words(
     first = page.locator(f".text [data-at='{span['start']}']")
     expect(first).to_have_class(re.compile("forgotten"))
     expect(first).to_be_in_viewport()
+    back = page.get_by_role("link", name="Back to the chat")
+    is_seen = """(e) => {
+        const { left, top, height } = e.getBoundingClientRect();
+        return document.elementFromPoint(left + 2, top + height / 2) === e;
+    }"""
+    for width in (1280, 1024, 390):
+        page.set_viewport_size({"width": width, "height": 700})
+        page.reload()
+        expect(first).to_be_in_viewport()
+        assert back.evaluate(is_seen), width
+    back.click()
+    expect(note).to_be_visible()
 
 
 def test_a_turn_that_is_changed_stays_in_view(page: Page, client: httpx.Client) -> None:

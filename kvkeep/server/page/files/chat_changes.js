@@ -5,11 +5,11 @@ import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFo
 import { conversationsChanged } from "./conversations.js";
 import { get, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
-import { noWayBackText } from "./memory_text.js";
+import { changedText, noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { fetchPieces } from "./pieces.js";
-import { canGoBackTo, turnsOf, turnsSince, turnText } from "./turns.js";
+import { canGoBackTo, openingText, turnsOf, turnsSince, turnText } from "./turns.js";
 import { dropUndo, keepUndo, sinceText, undo } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -27,7 +27,7 @@ export class ChatChanges {
     this.chat = chat;
   }
 
-  /** @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {string} message */
+  /** @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {import("./memory_text.js").ChangeMessage} message */
   changeMemory(operation, path, bodies, message) {
     const run = async (/** @type {any} */ headers) => {
       for (const body of bodies) {
@@ -52,7 +52,7 @@ export class ChatChanges {
 
   /**
    * Changes the session, with a fork kept for undo. Returns whether it was done.
-   * @param {string} operation @param {(headers: Record<string, string>) => Promise<any>} run @param {string} message
+   * @param {string} operation @param {(headers: Record<string, string>) => Promise<any>} run @param {import("./memory_text.js").ChangeMessage} message
    */
   async change(operation, run, message) {
     const memory = /** @type {Memory} */ (this.chat.memory);
@@ -69,7 +69,7 @@ export class ChatChanges {
       return false;
     }
     await this.reloadAll();
-    showStatus(message);
+    if (this.chat.memory && !this.chat.failedToLoad) showStatus(changedText(message, memory, this.chat.memory));
     return true;
   }
 
@@ -112,7 +112,7 @@ export class ChatChanges {
     const isAsRegenerated = () => this.chat.turns.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(this.chat.name || "").regenerated);
     const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
     const earlier = turnsOf(before, pieces.map(({ text }) => text));
-    return sinceText(turnsSince(this.chat.turns, earlier, allowsChange), earlier);
+    return sinceText(turnsSince(this.chat.turns, earlier, allowsChange), earlier, step.operation === "regenerate");
   }
 
   // Removes an answer, and has the question answered once more, which stays with its pins.
@@ -212,7 +212,9 @@ export class ChatChanges {
   systemPrompt() {
     if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
     const part = this.systemPart();
-    return { system: part?.text || "", systemHint: part ? "replaced in memory" : "can only be set before the first message", isSystemEditable: Boolean(part) };
+    if (part) return { system: part.text, systemHint: "replaced in memory", isSystemEditable: true };
+    const own = openingText(this.chat.memory, this.chat.texts);
+    return { system: own, systemHint: `${own ? "the model's own; another " : ""}can only be set before the first message`, isSystemEditable: false };
   }
 
   systemPart() {

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, canPin, cellsToPin, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, canPin, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
 import { legend } from "./turn_strip.js";
@@ -11,7 +11,7 @@ import { canGoBackTo, canRemove, pinnable, rangesOf, sharesOf, turnTitle, withou
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
  * @typedef {object} Actions  What the panel asks of the chat.
- * @property {(operation: string, path: string, bodies: any[], message: string) => void} change  bodies: of one request each
+ * @property {(operation: string, path: string, bodies: any[], message: import("./memory_text.js").ChangeMessage) => void} change  bodies: of one request each
  * @property {(at: number) => void} branch
  */
 
@@ -23,7 +23,7 @@ export function memoryPanel(actions) {
   const heading = h("h2", {}, "Memory");
   const budget = h("div", {}, h("p", { class: "hint" }, "Nothing yet. Here is what the model still holds, once something was said."));
   const answer = h("div");
-  const turnPart = h("div", { class: "turn-card" });
+  const turnPart = h("div", { class: "turn-card", tabindex: "-1" });
   const compressPart = h("div");
   let shownAnswer = ""; // what was said of it
   let pressed = -1; // the number of the turn's button that was pressed last
@@ -37,6 +37,7 @@ export function memoryPanel(actions) {
 
   return {
     element,
+    turnPart,
     openCompress() {
       compressPart.querySelector("details")?.setAttribute("open", "");
     },
@@ -143,14 +144,14 @@ function pinAction(memory, turn, { name, start, end }, actions) {
     return action(label("Unpin"), "It may be forgotten again.", unpin);
   }
   const ranges = rangesOf(memory, start, end, isPinnable);
-  if (!ranges.length) return null;
+  if (!ranges.length) return sharesOf(memory, start, end).some(({ standing }) => standing === "compressed") ? h("p", { class: "hint" }, `${label("Pin")}: not possible, as it is compressed.`) : null;
   const text = pinText(memory, { start, end });
   if (!canPin(memory, cellsToPin(memory, { start, end }))) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
   return action(label("Pin"), text, () => actions.change("pin", "pin", ranges, `${subject} is pinned.`));
 }
 
 /** @param {string} label @param {string} cost @param {() => void} run */
-const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), h("p", {}, cost));
+const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), cost ? h("p", {}, cost) : null);
 
 /** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
 async function replace(memory, part, actions) {
@@ -179,7 +180,7 @@ function compressControl(memory, actions) {
   slider.addEventListener("input", update);
   const run = () => {
     showStatus("Compressing...");
-    actions.change("compress", "compress", [{ ratio: Number(slider.value) }], "Compressed.");
+    actions.change("compress", "compress", [{ ratio: Number(slider.value) }], compressedText);
   };
   const button = h("button", { onclick: run }, "Compress");
   const parts = [h("label", { for: "ratio" }, "Ratio"), slider, cost, button];

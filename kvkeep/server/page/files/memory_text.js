@@ -153,7 +153,26 @@ export function compressText(memory, ratio, bytes) {
   const [left, highest] = [memory.cells / ratio, memory.highest_ratio || 1];
   if (ratio > highest) return `not possible with ${counted(memory.cells, "cell")}, as the beginning, the newest and pinned ones stay as they are${highest > 1 ? `: ${highest} to 1 at most` : ""}.`;
   const freed = (memory.cells - left) * memory.cell_bytes;
-  return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}.`;
+  return `${count(memory.cells)} cells become about ${count(left)}: frees ${bytes(freed)}, which Undo keeps for now.`;
+}
+
+/** @typedef {string | ((before: Memory, after: Memory) => string)} ChangeMessage */
+
+/** Returns what a compression did. @param {Memory} before @param {Memory} after */
+export const compressedText = (before, after) => `Compressed: ${counted(before.cells, "cell")} became ${count(after.cells)}. Undo keeps those of before for now.`;
+
+/**
+ * Returns the message of a change with what memory lost for it; "" for a change without one.
+ * @param {ChangeMessage} message @param {Memory} before @param {Memory} after
+ */
+export function changedText(message, before, after) {
+  if (typeof message === "function") return message(before, after);
+  const standings = after.policy === "archive" ? ["forgotten", "compressed"] : ["forgotten"];
+  const losses = standings.flatMap((standing) => {
+    const lost = countOf(after, standing) - countOf(before, standing);
+    return lost > 0 ? [` ${counted(lost, "token")} ${lost === 1 ? "was" : "were"} ${standing} for it.`] : [];
+  });
+  return message && message + losses.join("");
 }
 
 /**

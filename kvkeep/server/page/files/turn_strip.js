@@ -12,11 +12,11 @@ const NARROWEST = 0.004; // of the strip: what holds no cells has a place too
 
 /**
  * Creates a strip. onPoint: called with the label of the turn under the pointer, or null;
- * onSelect: with that of the turn that was chosen.
- * @param {(label: string | null) => void} onPoint @param {(label: string) => void} onSelect
+ * onSelect: with that of the turn that was chosen, and whether a key chose it.
+ * @param {(label: string | null) => void} onPoint @param {(label: string, byKey: boolean) => void} onSelect
  */
 export function turnStrip(onPoint, onSelect) {
-  const bars = h("div", { class: "turn-bars", role: "group", "aria-label": "Memory by turn; arrow keys move, Enter selects" });
+  const bars = h("div", { class: "turn-bars", role: "group", "aria-label": "Memory by turn; arrow keys move, Enter selects and leads to what can be done with it, Escape leads back" });
   const free = h("span", { class: "free", title: "free cells", style: { flexGrow: "1" } });
   const residual = h("span", { class: "residual", role: "img" });
   const element = h("div", { class: "turn-strip" }, bars);
@@ -27,9 +27,9 @@ export function turnStrip(onPoint, onSelect) {
   bars.addEventListener("pointerover", (/** @type {Event} */ event) => onPoint(labelOf(event)));
   bars.addEventListener("pointerleave", () => onPoint(null));
   bars.addEventListener("focusin", (/** @type {Event} */ event) => onPoint(labelOf(event)));
-  bars.addEventListener("click", (/** @type {Event} */ event) => {
+  bars.addEventListener("click", (/** @type {MouseEvent} */ event) => {
     const label = labelOf(event);
-    if (label) onSelect(label);
+    if (label) onSelect(label, !event.detail);
   });
   bars.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const all = buttons();
@@ -110,10 +110,13 @@ const NAMES = { window: "window (the newest)" };
 export function legendTexts(memory) {
   const entries = STANDINGS.map((standing) => /** @type {[string, string, number]} */ ([standing, "tokens", countOf(memory, standing)]));
   const residual = memory.residual_cells && Math.max(1, Math.round(residualCells(memory)));
-  entries.push(["residual", residual === 1 ? "cell per head" : "cells per head", residual], ["checkpoint", "places", memory.checkpoints.length]);
+  entries.push(["residual", residual === 1 ? "cell per head stands" : "cells per head stand", residual], ["checkpoint", "places", memory.checkpoints.length]);
   const evicts = memory.policy !== "full";
   /** @param {string} name @param {string} unit @param {number} count */
-  const words = (name, unit, count) => (evicts && name === "kept" ? keptText(count) : `${(evicts && NAMES[name]) || name} ${number(count)} ${unit}`);
+  const words = (name, unit, count) => {
+    if (name === "residual") return `${number(count)} ${unit} for compressed text (residual)`;
+    return evicts && name === "kept" ? keptText(count) : `${(evicts && NAMES[name]) || name} ${number(count)} ${unit}`;
+  };
   return entries.filter(([, , count]) => count).map((entry) => [entry[0], words(...entry)]);
 }
 

@@ -110,6 +110,15 @@ function tokenFinder(texts) {
   };
 }
 
+/**
+ * Returns what the chat template wrote before the first message, without its marks: the model's own system prompt, if it has one.
+ * @param {Memory} memory @param {string[]} texts of its tokens
+ */
+export function openingText({ spans: { opening } }, texts) {
+  const text = opening ? joined(texts, opening.start, opening.end) : "";
+  return text.replace(MARKER, "").replace(/<[^<>]*>/g, "").trim();
+}
+
 /** @param {string[]} texts @param {number} start @param {number} end */
 const joined = (texts, start, end) => texts.slice(start, end).join("");
 

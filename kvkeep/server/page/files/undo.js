@@ -81,10 +81,11 @@ export async function dropObsolete(session, tokens) {
 /**
  * Returns what was said since an earlier state of a conversation, in words; "" for nothing.
  * @param {Turn[]} turns that are new, or went on @param {Turn[]} earlier
+ * @param {boolean} isRegenerated whether the earlier state has another answer, in place of which one was generated that went on
  */
-export function sinceText(turns, earlier) {
+export function sinceText(turns, earlier, isRegenerated = false) {
   const isContinued = (/** @type {Turn} */ { parts: [asked, answer] }) =>
-    answer && earlier.some(({ parts: [question, begun] }) => begun && question.text === asked.text && answer.text.startsWith(begun.text));
+    answer && earlier.some(({ parts: [question, begun] }) => begun && question.text === asked.text && (isRegenerated || answer.text.startsWith(begun.text)));
   const continued = turns.filter(isContinued).length;
   const added = turns.length - continued;
   const texts = [continued ? "the continued answer" : "", added === 1 ? "the turn" : added ? `the ${added} turns` : ""];
