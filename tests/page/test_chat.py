@@ -102,6 +102,15 @@ def test_a_conversation_has_a_system_prompt_and_settings(page: Page, client: htt
     assert "You are terse." in "".join(texts(client, name))
 
 
+def test_the_models_own_system_prompt_is_shown(page: Page) -> None:
+    start(page, tokens=2)
+    page.get_by_role("button", name="Settings").click()
+    system = page.locator("dialog [name=system]")
+    expect(system).to_have_value(re.compile("^You are a helpful AI assistant[^<>]*$"))
+    expect(system).to_be_disabled()
+    expect(page.locator("dialog")).to_contain_text("the model's own")
+
+
 def test_an_answer_is_generated_once_more_and_undone(page: Page, client: httpx.Client) -> None:
     name = start(page)
     before, question = texts(client, name), spans(client, name)["turn 1 question"]
@@ -210,7 +219,7 @@ def test_conversations_are_searched_renamed_and_deleted(page: Page, client: http
     page.keyboard.press("Control+k")
     page.keyboard.type("no such thing")
     expect(item).to_have_count(0)
-    expect(side).to_contain_text("Nothing found.")
+    expect(side).to_contain_text("No title has these words.")
     page.get_by_label("Search titles").fill("rivers")
     page.keyboard.press("Enter")
     expect(item.get_by_role("link")).to_have_attribute("aria-current", "page")

@@ -65,18 +65,34 @@ def test_the_ends_of_long_titles_are_shown(
             assert link.locator(".cut").evaluate("(e) => e.scrollHeight <= e.clientHeight")
 
 
-def test_buttons_of_the_list_are_beside_the_title(page: Page, server: RunningServer) -> None:
+def test_hidden_buttons_of_the_list_leave_their_place_to_the_title(
+    page: Page, server: RunningServer
+) -> None:
+    """Nothing moves when they appear."""
     create(server, "beside", turns=0, title=TITLES[0])
     item = page.locator("#conversations li", has=page.locator('[data-name="beside"]'))
-    before = item.get_by_role("link").bounding_box()
+    link = item.get_by_role("link")
+    expect(link).to_be_visible()
+    assert link.evaluate("(e) => e.offsetWidth === e.parentElement.clientWidth")
+    before = link.bounding_box()
     item.hover()
-    rename = item.get_by_role("button", name="Rename")
-    expect(rename).to_be_visible()
-    link, button = item.get_by_role("link").bounding_box(), rename.bounding_box()
-    assert link is not None
-    assert button is not None
-    assert link == before
-    assert link["x"] + link["width"] <= button["x"]
+    expect(item.get_by_role("button", name="Rename")).to_be_visible()
+    assert link.bounding_box() == before
+
+
+@pytest.mark.parametrize("width", [900, 390])
+def test_a_long_title_does_not_hide_that_it_is_a_branch(
+    browser: Browser, server: RunningServer, width: int
+) -> None:
+    create(server, f"marked-{width}", title=f"{TITLES[0]} (branch 2)")
+    for page in open_page(browser, server, {"width": width, "height": 700}):
+        page.goto(f"/#/chat/marked-{width}")
+        heading = page.locator("h1", has_text="(branch 2)")
+        expect(heading).to_have_attribute("title", f"{TITLES[0]} (branch 2)")
+        ends = "(e) => [e, e.lastChild].map((each) => each.getBoundingClientRect().right)"
+        end, mark_end = heading.evaluate(ends)
+        assert mark_end <= end + 0.5
+        assert heading.locator(".cut").evaluate("(e) => e.scrollWidth > e.clientWidth")
 
 
 def test_the_way_back_from_a_branch_has_a_row_on_a_narrow_screen(

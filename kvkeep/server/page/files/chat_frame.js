@@ -1,6 +1,7 @@
 // What a conversation's view consists of: heading, strip, turns, message box and memory panel.
 
 import { placeOf, reserveHeights, scrollToPlace } from "./chat_place.js";
+import { titleParts } from "./chat_settings.js";
 import { composer } from "./composer.js";
 import { byId, fill, h } from "./dom.js";
 import { memoryPanel } from "./memory_panel.js";
@@ -41,7 +42,7 @@ export class ChatFrame {
     this.origin = h("p", { class: "origin", hidden: true });
     this.buttons = h("div", { class: "actions" });
     this.box = composer(handlers.say, handlers.stop, handlers.settings, handlers.room);
-    this.strip = turnStrip((label) => this.point(label), (label) => this.select(label, "strip"));
+    this.strip = turnStrip((label) => this.point(label), (label, byKey) => this.select(label, "strip", byKey));
     this.panel = memoryPanel(edits ? handlers.memory : null);
     const close = h("button", { class: "small panel-close", "aria-label": "Close the memory panel", onclick: () => this.togglePanel(false) }, "×");
     this.panel.element.prepend(close);
@@ -89,7 +90,8 @@ export class ChatFrame {
 
   /** @param {string} title of the conversation */
   setTitle(title) {
-    this.heading.textContent = title;
+    fill(this.heading, titleParts(title));
+    this.heading.title = title; // the heading may be cut
     document.title = `${title} - kvkeep`;
   }
 
@@ -121,15 +123,15 @@ export class ChatFrame {
     }
   }
 
-  // Selects a turn, or none if it is the one that is selected. from: where it was chosen.
+  // Selects a turn, or none if it is the one that is selected. from: where it was chosen. byKey: which leads on to the panel.
   /** @param {string} label @param {"strip" | "chat"} from */
-  select(label, from) {
+  select(label, from, byKey = false) {
     const isShown = !this.isPanelOver || this.isPanelOpen;
     this.selected = label === this.selected && from === "strip" && isShown ? null : label;
     if (this.memory) this.drawMemory(this.memory, this.turns);
     this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
-    if (from === "chat" || (this.selected !== null && this.isPanelOver)) this.togglePanel(true);
+    if (from === "chat" || (this.selected !== null && (this.isPanelOver || byKey))) this.togglePanel(true, byKey ? this.panel.turnPart : this.panel.element);
   }
 
   // Whether the panel lies over the chat when it is open, as there is no room beside it.
@@ -141,12 +143,13 @@ export class ChatFrame {
     return this.panelButton.getAttribute("aria-expanded") === "true";
   }
 
-  togglePanel(open = !this.isPanelOpen) {
+  // Opens or closes the panel. target: what has the focus in an open one.
+  togglePanel(open = !this.isPanelOpen, target = this.panel.element) {
     const hasFocus = this.panel.element.contains(document.activeElement);
     if (open && !hasFocus) this.panelOpener = /** @type {HTMLElement} */ (document.activeElement);
     this.panelButton.setAttribute("aria-expanded", String(open));
     this.panel.element.classList.toggle("open", open);
-    if (open) this.panel.element.focus({ preventScroll: true });
+    if (open) target.focus({ preventScroll: true });
     else if (hasFocus) this.openerNow().focus({ preventScroll: true });
   }
 

@@ -47,7 +47,16 @@ export function drop(name) {
  */
 export const titleOf = ({ name, title }) => title || name;
 
-export const BRANCH_MARK = / \(branch( \d+)?\)$/; // at the end of a branch's title
+const BRANCH_MARK = / \(branch( \d+)?\)$/; // at the end of a branch's title
+
+/**
+ * Creates the parts of a title: the mark of a branch is shown whole where the rest is cut.
+ * @param {string} title
+ */
+export function titleParts(title) {
+  const mark = BRANCH_MARK.exec(title)?.[0] || "";
+  return [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
+}
 
 /**
  * Returns the title of a new branch of a conversation, which no other has.

@@ -1,7 +1,7 @@
 // The list of conversations at the left: search, open, rename, delete.
 
 import { ApiError, messageOf, send } from "./api.js";
-import { BRANCH_MARK, drop, keptOf, titleOf } from "./chat_settings.js";
+import { drop, keptOf, titleOf, titleParts } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
@@ -34,7 +34,7 @@ export function conversations(container, edits) {
     fill(list, named.map(([entry, depth]) => item(entry, depth, edits, reload)));
     fill(others, unnamed.map((entry) => item(entry, 0, false, reload)));
     otherPart.hidden = !unnamed.length;
-    hint.textContent = named.length ? "" : !latest ? "Loading..." : query ? "Nothing found." : "No conversations yet.";
+    hint.textContent = named.length ? "" : !latest ? "Loading..." : query ? "No title has these words." : "No conversations yet.";
     if (focused) [...container.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
     markLinks();
   };
@@ -149,10 +149,8 @@ function item(entry, depth, edits, reload) {
   const { name } = entry;
   const title = titleOf(entry);
   const state = entry.busy ? h("small", {}, " working") : null;
-  const mark = BRANCH_MARK.exec(title)?.[0] || ""; // shown whole where the title is cut
-  const parts = [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
-  const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, parts, state);
+  const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, titleParts(title), state);
   const rename = async () => {
     const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200", required: true }], "Rename");
     focusItem(name);

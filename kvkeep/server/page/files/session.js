@@ -49,7 +49,8 @@ class SessionView {
     this.controls = selectionBar(this.selection, edits ? newChange : null, current, textOf, (label) => this.selectSpan(label));
     this.strip = strip(name, (token) => this.selectToken(token));
     this.listen();
-    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS), this.text, this.paging);
+    const back = h("a", { href: `#/chat/${name}` }, "Back to the chat"); // in sight where the title is not
+    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("div", { class: "title" }, h("h2", {}, "Text"), back), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS), this.text, this.paging);
     const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
     const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, current) : null);
     fill(container, title(memory.title || name, this.path, buttons), this.facts, this.strip.element, this.controls.element, section);
