@@ -65,11 +65,14 @@ class SessionRegistry:
             self._recover(owner_folder)
 
     def _recover(self, folder: SessionFolder) -> None:
-        """Register an owner's sessions, on disk only. Raises Locked if an engine uses one."""
+        """Register an owner's sessions, on disk only. Raises Locked if an engine uses one.
+
+        The last saved one counts as the last used one.
+        """
         owner = folder.root.name
         folder.sweep()  # removes temporary files of killed processes
-        for name in folder.names():
-            file = SessionFile(folder, name)
+        for path in reversed(list(folder.newest_first())):
+            file = SessionFile(folder, name := path.stem)
             try:
                 document = read_snapshot_document(file.path)
             except StoreError as error:

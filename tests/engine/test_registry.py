@@ -534,6 +534,18 @@ def test_a_session_stays_if_the_snapshot_that_replaces_it_has_no_room(tmp_path: 
         assert engine.inspect("short", "0", _token_ids).result() == before
 
 
+def test_after_a_restart_the_last_saved_session_comes_first(tmp_path: Path) -> None:
+    names = ["b", "c", "a"]
+    with new_engine(tmp_path) as engine:
+        for name in names:
+            engine.create(name=name).result()
+            engine.save(name).result()
+    for age, path in enumerate(tmp_path.rglob("*.kvkeep")):
+        os.utime(path, (age, 1_000_000 + names.index(path.stem)))
+    with new_engine(tmp_path) as engine:
+        assert [record.name for record in engine.sessions().result()] == ["a", "c", "b"]
+
+
 def test_notes_and_pins_are_saved_with_a_session(tmp_path: Path) -> None:
     with new_engine(tmp_path) as engine:
         engine.create(name="a", notes={"one": 1}).result()

@@ -8,7 +8,7 @@ const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_part
 const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, openingText, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
-const { nested } = await import(`${FILES}/conversations.js`);
+const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
 const { isUndoCopy, isUndoName, offeredStep, shownOperations, sinceText } = await import(`${FILES}/undo.js`);
@@ -271,4 +271,9 @@ test("the model's own system prompt is shown without the template's marks", () =
   assert.equal(openingText(memory({ spans: { opening: span(0, 7) } }), texts), "Be kind.");
   assert.equal(openingText(memory({ spans: { opening: span(0, 1) } }), ["<bos>", "Hi"]), "");
   assert.equal(openingText(memory({}), texts), "");
+});
+
+test("a search finds titles with and without accents", () => {
+  assert.equal(folded("Où est l'Île ? Straßen in MÜNCHEN"), "ou est l'ile ? straßen in munchen");
+  assert.ok(folded("東京の天気").includes(folded("東京")));
 });

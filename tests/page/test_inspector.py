@@ -1,7 +1,7 @@
 """Web UI: the inspector's URLs and its log."""
 
 from page.conftest import create
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
 
 
@@ -30,3 +30,18 @@ def test_an_undo_is_one_operation(page: Page, server: RunningServer) -> None:
     expect(rows.locator("td:nth-child(2)")).to_have_text(
         ["undo", "edit", *["generate"] * 2, "create"]
     )
+
+
+def test_a_view_that_waits_for_the_server_says_so(page: Page, server: RunningServer) -> None:
+    create(server, "waiting")
+    held: list[Route] = []
+    page.route("**/v1/sessions/waiting/memory", lambda route: held.append(route))
+    page.goto("/#/sessions/waiting")
+    waiting = page.locator("#content").get_by_text("Loading...")
+    expect(waiting).to_be_visible()
+    while not held:
+        page.wait_for_timeout(20)
+    for route in held:
+        route.continue_()
+    expect(page.get_by_role("heading", name="waiting")).to_be_visible()
+    expect(waiting).to_have_count(0)

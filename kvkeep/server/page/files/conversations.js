@@ -26,8 +26,8 @@ export function conversations(container, edits) {
   let latest = ""; // what the server said
 
   const draw = () => {
-    const query = search.value.trim().toLowerCase();
-    const shown = entries.filter((entry) => !isUndoName(entry.name) && `${titleOf(entry)} ${entry.name}`.toLowerCase().includes(query));
+    const query = folded(search.value.trim());
+    const shown = entries.filter((entry) => !isUndoName(entry.name) && folded(`${titleOf(entry)} ${entry.name}`).includes(query));
     const named = nested(shown.filter((entry) => entry.named));
     const unnamed = shown.filter((entry) => !entry.named);
     const focused = document.activeElement?.closest("li")?.querySelector("a")?.getAttribute("href");
@@ -91,6 +91,12 @@ export function conversations(container, edits) {
   draw();
   reload();
 }
+
+/**
+ * Returns a text for a search: in lower case, without accents.
+ * @param {string} text
+ */
+export const folded = (text) => text.normalize("NFD").replace(/\p{M}/gu, "").toLowerCase();
 
 // After an undo, a branch is a fork of what was kept for it: this browser knows of what it was one.
 /** @param {Entry} entry @returns {Entry} */

@@ -43,11 +43,11 @@ async function showView(focus) {
   document.body.classList.remove("menu-open");
   markCurrent(document.querySelectorAll("nav a"));
   const [pattern, load] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
-  const container = h("div");
   document.body.append(byId("status")); // a chat has it above its message box
-  fill(content, container);
   const loaded = load();
   const isChat = loaded === chat;
+  const container = containerOf(isChat);
+  fill(content, container);
   try {
     document.body.classList.toggle("chatting", isChat);
     const view = await Promise.resolve(loaded).catch(() => {
@@ -104,6 +104,10 @@ const GONE = "The server does not answer: trying again. What you see may be outd
 const CLOSING = "The server may be shutting down or restarting; the answer still arrives.";
 
 const explainGone = () => (byId("gone").textContent = isReceiving() ? CLOSING : GONE);
+
+// A chat draws itself before it asks the server.
+/** @param {boolean} isChat */
+const containerOf = (isChat) => h("div", {}, isChat ? null : h("p", { class: "hint" }, "Loading..."));
 
 const messageBox = () => document.getElementById("words");
 
