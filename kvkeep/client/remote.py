@@ -186,6 +186,10 @@ class RemoteSession:
         request = ApiRequest("POST", self._path("/fork"), {"name": name, "at": at}, revision)
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
+    def stop(self) -> Any:
+        """End a generation in the session, which another client may have started."""
+        return self._post("/stop", None)
+
     def save(self, revision: int | None = None) -> Any:
         """Save the session to the server's disk; it then survives a crash of the server."""
         return self._post("/save", revision)

@@ -259,6 +259,19 @@ class Engine(AbstractContextManager["Engine"]):
         """Remove a session, and cancel its generation."""
         return self.call(lambda: self._discard(self._registry.find(name, owner)))
 
+    def stop(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
+        """End a session's generation, if there is one; the result is `function(record)`.
+
+        Its tokens so far stay in the session, and its caller gets Cancelled. Raises NoSuchSession.
+        """
+
+        def stop_generation() -> T:
+            record = self._registry.find(name, owner)
+            self._cancel_generation(record)
+            return function(record)
+
+        return self.call(stop_generation)
+
     def remove_name(self, name: str, owner: str = "0") -> Future[None]:
         """Cancel a session's generation and make it unnamed; its cells serve the next prompts."""
         return self.call(lambda: self._remove_name(self._registry.find(name, owner)))

@@ -129,10 +129,17 @@ class RequestContext:
         return await wrap_future(self.engine.inspect(name, self.owner, function))
 
     async def generate(
-        self, request: RequestLike, name: str, revision: int | None = None
+        self,
+        request: RequestLike,
+        name: str,
+        revision: int | None = None,
+        detached: bool = False,
     ) -> "GenerationStream":
-        """Start a generation in a session by name. Arguments and errors as of `Engine.submit`."""
-        stream = GenerationStream(1)
+        """Start a generation in a session by name. Arguments and errors as of `Engine.submit`.
+
+        detached: as of `GenerationStream`.
+        """
+        stream = GenerationStream(1, detached)
         (listener,) = stream.listeners
         submit = partial(self.engine.submit, request, name, self.owner, listener, revision)
         await self.start(stream, [submit])
@@ -214,9 +221,14 @@ class GenerationResult:
 
 
 class GenerationStream:
-    """The events of one request's generations, passed from the engine's thread to an event loop."""
+    """The events of one request's generations, passed from the engine's thread to an event loop.
 
-    def __init__(self, generation_count: int):
+    detached: whether generations go on when the stream is cancelled. Until they are admitted, the
+    request is cancelled with the stream: its error would be lost.
+    """
+
+    def __init__(self, generation_count: int, detached: bool = False):
+        self._detached = detached
         # One for each generation, called in the engine's thread.
         self.listeners = [partial(self._enqueue, index) for index in range(generation_count)]
         self.generations: list[Generation] = []  # empty until they are admitted
@@ -288,5 +300,7 @@ class GenerationStream:
     def cancel(self) -> None:
         if self._admission is not None:
             self._admission.cancel()
+        if self._detached:
+            return
         for generation in self.generations:
             generation.cancel()

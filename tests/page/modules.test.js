@@ -48,6 +48,9 @@ test("the text after the turns is a turn too: one in progress, or a text that wa
   const texts = ["Q", "A", "\n", "<|im_start|>", "user", "\n", "B"];
   const turns = turnsOf(memory({ tokens: texts.length, spans }), texts);
   assert.deepEqual(turns.map(({ parts }) => parts.at(-1).text), ["A", "B"]);
+  const begun = [...texts, "<|im_start|>", "assistant", "\n", "C"];
+  const busy = turnsOf({ ...memory({ tokens: begun.length, spans }), busy: true }, begun);
+  assert.deepEqual(busy.map(({ label, parts }) => [label, parts.map(({ text }) => text)]), [["turn 1", ["Q", "A"]], ["turn 2", ["B", "C"]]]);
   assert.equal(turnsOf(memory({ tokens: 3, spans }), texts.slice(0, 3)).length, 1);
   const late = { "turn 1": span(2, 4), "turn 1 answer": span(3, 4) };
   const around = turnsOf(memory({ tokens: 5, spans: late }), ["Fed ", "text", "Q", "A", "more"]);

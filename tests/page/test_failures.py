@@ -23,7 +23,7 @@ def test_an_answer_of_another_tab_is_waited_for(
         page.route("**/v1/sessions?*", lambda route: route.abort())
     body = {"content": "Count.", "max_tokens": 100_000, "stream": True, "temperature": 2}
     bias = {"logit_bias": {str(server.service.model.end_token_ids[0]): -100}}
-    send = page.get_by_role("button", name="Send")
+    send, stop = (page.get_by_role("button", name=name, exact=True) for name in ("Send", "Stop"))
     with (
         server.client() as client,
         client.stream("POST", f"/v1/sessions/{name}/turns", json=body | bias) as response,
@@ -32,12 +32,12 @@ def test_an_answer_of_another_tab_is_waited_for(
         next(lines)
         box(page).fill("Hello.")
         if is_known:
-            expect(send).to_be_disabled()
+            expect(stop).to_be_visible()
         box(page).press("Enter")
         expect(page.locator("#status")).to_contain_text("perhaps in another tab")
         expect(box(page)).to_have_value("Hello.")
         expect(page.locator(".question").last).to_contain_text("Count.")
-        expect(send).to_be_disabled()
+        expect(stop).to_be_visible()
     expect(send).to_be_enabled()
     expect(page.locator("#status")).to_be_empty()
     page.unroute_all()

@@ -103,3 +103,42 @@ def test_the_next_prompt_reuses_what_was_prefilled(
     assert response.status_code == 200, response.text
     reused = engine.totals().result().reused - reused_before
     assert num_prefilled - 128 <= reused <= num_prefilled
+
+
+def begin_turn(server: RunningServer, name: str, **fields: Any) -> socket.socket:
+    """Begin a turn in a new session, hang up after some tokens; return when that is noticed."""
+    ends = {str(token): -100 for token in server.service.model.end_token_ids}
+    turn = {"content": "The sea", "stream": True, "temperature": 0, "logit_bias": ends, **fields}
+    with server.client() as client:
+        client.post("/v1/sessions", json={"name": name}).raise_for_status()
+    connection = send_request(server, f"/v1/sessions/{name}/turns", turn)
+    assert wait_until(lambda: connection.recv(1 << 16).count(b"event: token"))
+    return connection
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_an_answer_goes_on_without_its_client_if_it_is_detached(
+    slow_server: RunningServer, detached: bool
+) -> None:
+    name, count = f"gone-{detached}", 30
+    begin_turn(slow_server, name, detached=detached, max_tokens=count).close()
+    wait_until(lambda: not busy_records(slow_server))
+    with slow_server.client() as client:
+        answer = client.get(f"/v1/sessions/{name}/memory").json()["spans"]["turn 1 answer"]
+    assert (answer["end"] - answer["start"] >= count) == detached
+
+
+def test_an_answer_is_stopped_by_another_client(slow_server: RunningServer) -> None:
+    connection = begin_turn(slow_server, "long", detached=True, max_tokens=10_000)
+    with slow_server.client() as client:
+        entry = client.post("/v1/sessions/long/stop").json()
+        again = client.post("/v1/sessions/long/stop").json()
+        spans = client.get("/v1/sessions/long/memory").json()["spans"]
+        assert client.post("/v1/sessions/none/stop").status_code == 404
+    assert (entry["busy"], again["revision"]) == (False, entry["revision"])
+    assert spans["turn 1 answer"]["end"] == entry["tokens"]
+    connection.settimeout(30)
+    rest = b""
+    while b"event: error" not in rest or b"}" not in rest.split(b"event: error")[1]:
+        rest += connection.recv(1 << 16) or pytest.fail(f"closed after {rest!r}")
+    assert b"cancelled" in rest.split(b"event: error")[1]

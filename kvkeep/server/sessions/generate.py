@@ -1,6 +1,6 @@
 """Feeding a session, generating in it, and chat turns in it."""
 
-from asyncio import to_thread
+from asyncio import to_thread, wrap_future
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import SamplingParams
 from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.compaction import compact_before_turn, report_fields
-from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
+from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName, session_response
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.sampling import Sampling
@@ -97,6 +97,7 @@ class TurnRequest(SamplingParams):
     """A user's turn. Without content, the newest answer is continued, or given if there is none.
 
     system: the system prompt, before the first turn only. speculate: as of `GenerateRequest`.
+    detached: whether the answer goes on when the client is gone, until it is complete or stopped.
     """
 
     content: Annotated[LongText | None, Field(min_length=1)] = None
@@ -104,6 +105,7 @@ class TurnRequest(SamplingParams):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
     stream: bool = False
     speculate: bool | None = None
+    detached: bool = False
 
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
@@ -155,7 +157,14 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     report, revision = await compact_before_turn(context, new_tokens)
     context = replace(context, revision=revision)
     extra = {} if report is None else {"compaction": report_fields(report)}
-    return await _run(request, context, body.stream, reader, extra)
+    stream = await context.generate(request, context.name, context.revision, body.detached)
+    return await _respond(stream, context, body.stream, reader, extra)
+
+
+@router.post("/v1/sessions/{name}/stop", response_model=None)
+async def stop(context: SessionDep) -> Response:
+    """End a generation in the session, which another client may have started, if there is one."""
+    return await wrap_future(context.engine.stop(context.name, context.owner, session_response))
 
 
 def _turn_request(
@@ -222,18 +231,24 @@ def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
 
 
 async def _run(
-    request: RequestLike,
+    request: RequestLike, context: SessionContext, as_stream: bool
+) -> Response | dict[str, Any]:
+    """Run a request in the session, whose text is returned as it is."""
+    stream = await context.generate(request, context.name, context.revision)
+    return await _respond(stream, context, as_stream)
+
+
+async def _respond(
+    stream: GenerationStream,
     context: SessionContext,
     as_stream: bool,
     reader: OutputReader | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Response | dict[str, Any]:
-    """Run a request in the session.
+    """Return the response for a generation.
 
-    reader: of a chat's answer; None for text that is returned as it is. extra: more fields of the
-    response.
+    reader: of a chat's answer; None for text that is returned as it is. extra: more fields.
     """
-    stream = await context.generate(request, context.name, context.revision)
     if as_stream:
         return sse_response(_stream_events(stream, reader, extra), error_event="error")
     (result,) = await context.collect(stream)

@@ -72,9 +72,7 @@ export class ChatView {
 
   listen() {
     const { signal } = this;
-    signal.addEventListener("abort", () => this.answers.stop());
-    signal.addEventListener("abort", () => this.keepView());
-    signal.addEventListener("abort", () => this.keepDraft());
+    for (const leave of [() => this.answers.leave(), () => this.keepView(), () => this.keepDraft()]) signal.addEventListener("abort", leave);
     for (const leaving of ["beforeunload", "pagehide"]) window.addEventListener(leaving, (event) => this.storeDrafts(event), { signal });
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
@@ -269,6 +267,7 @@ export class ChatView {
 
   drawBusy() {
     this.frame.setBusy(this.busyText);
+    this.frame.box.setStoppable(this.edits && (this.answers.running !== null || this.busyText === BUSY_ELSEWHERE));
     if (!this.busyText && [BUSY, BUSY_ELSEWHERE].includes(statusText() || "")) showStatus("");
   }
 

@@ -20,15 +20,29 @@ export class ChatAnswers {
     this.chat = chat;
     /** @type {AbortController | null} */
     this.running = null; // while an answer is generated
-    /** @type {"length" | "full" | null} */
-    this.cutOff = null; // why the last answer ended, if neither the model nor the reader ended it
+    /** @type {"length" | "full" | "stopped" | null} */
+    this.cutOff = null; // why the last answer ended, if neither the model nor this page's reader ended it
+    this.isBegun = false; // whether the server has begun with the message: it goes on with it, whatever becomes of this page
     this.mayForget = false; // whether it is still to be said that older text is forgotten
     /** @type {number | null} */
     this.appendedRevision = null; // in which the session's tokens are those of before, and an answer
   }
 
-  stop() {
+  // Ends the answer, of this page or of another client.
+  async stop() {
+    const isOwn = this.running !== null;
+    this.leave();
+    await this.endAnswer();
+    if (!isOwn) await this.chat.reload();
+  }
+
+  // Leaves the answer to the server.
+  leave() {
     this.running?.abort();
+  }
+
+  endAnswer() {
+    return send("POST", `${this.chat.path}/stop`).catch((error) => showStatus(messageOf(error), true));
   }
 
   /** @param {string} content */
@@ -100,24 +114,29 @@ export class ChatAnswers {
     const memory = /** @type {Memory} */ (chat.memory);
     this.mayForget = !countOf(memory, "forgotten");
     this.running = new AbortController();
-    chat.frame.box.setStoppable(true);
+    chat.drawBusy();
     const { signal } = this.running;
-    const failure = await this.receive(body, turn, signal).then(() => null, (error) => (error.name === "AbortError" ? null : error));
+    const failure = await this.receive({ ...body, detached: true }, turn, signal).then(() => null, (error) => (error.name === "AbortError" ? null : error));
     turn.finish();
-    chat.frame.box.setStoppable(false);
-    const isStopped = signal.aborted;
     const mayBeLost = body.content && (turn.isEmpty || failure);
-    const isRefused = failure instanceof ApiError && failure.status > 0; // before anything was read
-    if (turn.isEmpty && isStopped) turn.note("Stopping...");
+    if (turn.isEmpty && signal.aborted) turn.note("Stopping...");
     this.running = null;
-    if (chat.signal.aborted) return mayBeLost && this.giveBack(body.content);
-    await this.settle(isStopped ? "stopped" : this.cutOff, memory.tokens);
-    if (chat.failedToLoad && !isRefused) turn.unconfirm();
-    else if (chat.memory) chat.draw();
-    if (mayBeLost) this.checkMessage(body.content, memory, isStopped);
+    chat.drawBusy();
+    if (chat.signal.aborted) return mayBeLost && !this.isBegun && this.giveBack(body.content);
+    await this.settle(signal.aborted ? "stopped" : this.cutOff, memory.tokens);
+    this.drawEnd(turn, failure);
+    if (mayBeLost && !(this.isBegun && chat.memory?.busy)) this.checkMessage(body.content, memory, signal.aborted);
     if (failure) this.showFailure(failure);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
+  }
+
+  // Draws the turn from what was loaded after it; or marks it, if that could not be loaded.
+  /** @param {ReturnType<typeof openTurn>} turn @param {unknown} failure */
+  drawEnd(turn, failure) {
+    const isRefused = failure instanceof ApiError && failure.status > 0; // before anything was read
+    if (this.chat.failedToLoad && !isRefused) turn.unconfirm();
+    else if (this.chat.memory) this.chat.draw();
   }
 
   // Puts what was not read of a message without an answer back into the box.
@@ -141,12 +160,14 @@ export class ChatAnswers {
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
   async receive(body, turn, signal) {
-    this.cutOff = null;
+    [this.cutOff, this.isBegun] = [null, false];
     const { revision } = /** @type {Memory} */ (this.chat.memory);
     const options = { headers: changeHeaders(revision), signal };
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
+      this.isBegun = true;
       if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
       else if (kind === "token") turn.push(event);
+      else if (kind === "error" && event.error.code === "cancelled") this.cutOff = "stopped";
       else if (kind === "error") throw new ApiError(0, event.error.message, event.error.code);
       else if (kind === "done") {
         if (["length", "full"].includes(event.finish_reason)) this.cutOff = event.finish_reason;
@@ -170,6 +191,7 @@ export class ChatAnswers {
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (note !== "stopped" || !this.chat.memory?.busy) break;
+      await this.endAnswer(); // it may have been begun only now
       await new Promise((resolve) => setTimeout(resolve, SETTLE_EVERY));
     }
     const { memory, turns } = this.chat;

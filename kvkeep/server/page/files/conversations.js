@@ -181,7 +181,7 @@ function item(entry, depth, edits, reload) {
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
 }
 
-// Deletes a session; while it is busy, tries again for three seconds.
+// Deletes a session; an answer is stopped first. While the session is busy, tries again for three seconds.
 /** @param {string} name */
 async function deleteIdle(name) {
   for (let tries = 1; ; tries += 1) {
@@ -189,6 +189,7 @@ async function deleteIdle(name) {
       return await send("DELETE", `/v1/sessions/${name}`);
     } catch (error) {
       if (!(error instanceof ApiError) || error.status !== 409 || tries === 15) throw error;
+      await send("POST", `/v1/sessions/${name}/stop`); // an answer, if it is busy with one
       await new Promise((resolve) => setTimeout(resolve, 200));
     }
   }
@@ -201,7 +202,7 @@ async function deleteConversation(name) {
     if (location.hash === `#/chat/${name}`) {
       const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
       location.hash = "#/";
-      await left; // stops this page's own answer, and its requests; another view begins without a message
+      await left; // ends this page's requests; another view begins without a message
     }
     await deleteIdle(name);
     for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);

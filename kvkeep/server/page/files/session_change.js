@@ -5,7 +5,7 @@ import { showStatus } from "./dom.js";
 
 export const CHANGED = "The conversation has changed since it was shown, so nothing was done. The page now shows its current state.";
 
-export const BUSY_ELSEWHERE = "An answer is being generated in this conversation, perhaps in another tab: wait until it is complete.";
+export const BUSY_ELSEWHERE = "An answer is being generated in this conversation, perhaps in another tab: wait until it is complete, or stop it.";
 
 /**
  * Returns the message for a failed change. Status 412: the session is at another revision.

@@ -27,10 +27,19 @@ export function turnsOf(memory, texts) {
   for (const turn of [...namedTurns(memory.spans, texts), null]) {
     const [from, to] = [turns.at(-1)?.end || 0, turn ? turn.start : count];
     const isOutside = !turn || !turns.length;
-    if (isOutside && from < to && texts.slice(from, to).join("").trim()) turns.push(...messageTurns(texts.slice(0, to), from));
+    if (isOutside && from < to && texts.slice(from, to).join("").trim()) {
+      const messages = messageTurns(texts.slice(0, to), from);
+      turns.push(...(memory.busy && !turn && turns.length ? [inProgress(messages, nextNumber(memory.spans))] : messages));
+    }
     if (turn) turns.push(turn);
   }
   return turns.map((turn, at) => (turns.findIndex(({ label }) => label === turn.label) < at ? { ...turn, label: `${turn.label} (${turn.start})` } : turn));
+}
+
+/** Returns the turn that another client has begun. @param {Turn[]} messages @param {number} number @returns {Turn} */
+function inProgress(messages, number) {
+  const [first, last] = [messages[0], messages[messages.length - 1]];
+  return { label: `turn ${number}`, number, start: first.start, end: last.end, parts: messages.flatMap(({ parts }) => parts) };
 }
 
 /** @param {Record<string, Span>} spans */
@@ -85,13 +94,7 @@ function messageTurns(texts, first) {
 }
 
 /** @param {string} label @param {number} number @param {number} start @param {number} end @param {Role} role @param {string} text @returns {Turn} */
-const textTurn = (label, number, start, end, role, text) => ({
-  label,
-  number,
-  start,
-  end,
-  parts: [{ label, role, start, end, text }],
-});
+const textTurn = (label, number, start, end, role, text) => ({ label, number, start, end, parts: [{ label, role, start, end, text }] });
 
 // Returns a function from a place in the text to its token.
 /** @param {string[]} texts */
