@@ -274,7 +274,7 @@ class Admission:
         record.activity = "idle"
         record.reserved_bytes = 0
         if generation.generated:
-            record.last_answer = usage
+            record.last_answer, record.last_answer_end = usage, generation.end_reason
         if usage.prompt:
             record.last_prompt = usage.reuse.as_json(usage.prompt)
         if not record.named and record.live.cache.cells == 0:

@@ -79,6 +79,7 @@ class SessionRecord:
     activity: Activity = "idle"
     last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
     last_answer: Usage | None = None  # of the last generation with tokens
+    last_answer_end: str = ""  # why that one ended: an `EndReason`, or "failed"
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)

@@ -221,6 +221,7 @@ class SessionOperations:
         fork.sampled_length = source.sampled_length
         fork.droppable_tokens = source.droppable_tokens
         fork.last_answer = source.last_answer if at in (None, num_tokens) else None
+        fork.last_answer_end = source.last_answer_end
         fork.lower_token_counts(num_tokens)
         self._operation_log.add(fork, "fork")
         return fork

@@ -74,8 +74,9 @@ test("the note on an answer that was cut off offers Continue at the newest turn 
 });
 
 test("an answer without the end token is not ended, also in a browser that did not ask for it", () => {
+  const memory = { busy: false, last_answer: null };
   const turn = (end) => ({ label: "turn 1", number: 1, start: 0, end, parts: [{ role: "question", start: 0, end: 2 }, { role: "answer", start: 3, end: 6 }] });
-  assert.equal(openNote(turn(6).parts[1], turn(6)), "open");
-  assert.equal(openNote(turn(7).parts[1], turn(7)), null);
-  assert.equal(openNote({ ...turn(2).parts[0] }, turn(2)), null);
+  assert.equal(openNote(memory, turn(6).parts[1], turn(6)), "open");
+  assert.equal(openNote(memory, turn(7).parts[1], turn(7)), null);
+  assert.equal(openNote(memory, turn(2).parts[0], turn(2)), null);
 });

@@ -10,7 +10,7 @@ const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } =
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
-const { keepNote, noteOf } = await import(`${FILES}/message_note.js`);
+const { keepNote, noteOf, noteText, openNote } = await import(`${FILES}/message_note.js`);
 const { isUndoCopy, isUndoName, offeredStep, shownOperations, sinceText } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
@@ -279,4 +279,14 @@ test("the model's own system prompt is shown without the template's marks", () =
 test("a search finds titles with and without accents", () => {
   assert.equal(folded("Où est l'Île ? Straßen in MÜNCHEN"), "ou est l'ile ? straßen in munchen");
   assert.ok(folded("東京の天気").includes(folded("東京")));
+});
+
+test("an answer without an end token has a note by why it ended", () => {
+  const part = { role: "answer", end: 9 };
+  const note = (ended, fields, end = 9) => openNote({ busy: false, last_answer: ended && { ended }, ...fields }, part, { end, parts: [{}, part] });
+  assert.deepEqual(["length", "full", "cancelled", "failed", null].map((ended) => note(ended)), ["length", "full", "stopped", "open", "open"]);
+  assert.equal(note("eos", {}, 10), null);
+  assert.equal(note("length", { busy: true }), null);
+  assert.equal(noteText("length", true), "Cut off at the longest answer: Continue, or allow more in Settings");
+  assert.equal(noteText("length", false), "Cut off at the longest answer");
 });

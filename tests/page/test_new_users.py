@@ -229,9 +229,18 @@ def test_a_stopped_answer_is_marked(page: Page, server: RunningServer) -> None:
 def test_an_answer_of_another_client_without_an_end_is_marked(
     page: Page, server: RunningServer
 ) -> None:
+    """By why it ended, as the server says, and also once another turn follows."""
     create(server, "not-ended", turns=2)
     page.goto("/#/chat/not-ended")
-    expect(page.locator(".answer .standing")).to_have_text(["Not ended: Continue"])
+    notes, text = page.locator(".answer .standing"), "Cut off at the longest answer"
+    expect(notes).to_have_text([f"{text}: Continue, or allow more in Settings"])
+    with server.client() as client:
+        turn = {"content": "Name a river.", "max_tokens": 1, "temperature": 0}
+        client.post("/v1/sessions/not-ended/turns", json=turn).raise_for_status()
+    ends = [text, f"{text}: Continue, or allow more in Settings"]
+    expect(notes).to_have_text(ends)
+    page.reload()
+    expect(notes).to_have_text(ends)
 
 
 @pytest.mark.parametrize("width", [1440, 390])

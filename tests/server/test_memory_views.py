@@ -51,12 +51,12 @@ def test_a_session_shows_what_its_last_answer_took(client: httpx.Client) -> None
     client.post("/v1/sessions/e/generate", json=body).raise_for_status()
     answer = client.get("/v1/sessions/e/memory").json()["last_answer"]
     assert answer.pop("per_second") > 0
-    assert answer == {"held": 50, "read": 3, "generated": 4}
+    assert answer == {"held": 50, "read": 3, "generated": 4, "ended": "length"}
     for name, at in (("f", None), ("g", 20)):
         fork = {"name": name, **({} if at is None else {"at": at})}
         client.post("/v1/sessions/e/fork", json=fork).raise_for_status()
     forks = [client.get(f"/v1/sessions/{name}/memory").json() for name in "fg"]
-    assert forks[0]["last_answer"]["generated"] == 4
+    assert (forks[0]["last_answer"]["generated"], forks[0]["last_answer"]["ended"]) == (4, "length")
     assert forks[1]["last_answer"] is None
 
 

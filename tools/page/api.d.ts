@@ -116,12 +116,13 @@ interface SnapshotEntry {
   bytes: number;
 }
 
-/** What an answer took. held: cells of the session before it. */
+/** What an answer took. held: cells of the session before it. ended: why. */
 interface LastAnswer {
   held: number;
   read: number;
   generated: number;
   per_second: number;
+  ended: string;
 }
 
 /** What the server says about itself to this page. */

@@ -57,7 +57,8 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     over all layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is
     the number of KV heads of all layers, each of which holds `cells`. `last_prompt` says
     what of the session's last prompt was reused, moved or read again, and `last_answer` how many
-    cells the last answer found, and how many tokens it read and generated.
+    cells the last answer found, how many tokens it read and generated, and why it `ended`: "eos",
+    "stop", "length", "full", "cancelled" or "failed".
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -136,19 +137,22 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         "removable": use.removable,
         "highest_ratio": use.highest_ratio,
         "last_prompt": record.last_prompt,
-        "last_answer": record.last_answer and _answer_entry(record.last_answer),
+        "last_answer": _answer_entry(record.last_answer, record.last_answer_end),
         "runs": runs,
         "spans": spans,
     }
 
 
-def _answer_entry(usage: Usage) -> dict[str, Any]:
-    """Return an answer's counts and speed as JSON. `held`: cells of the session before it."""
+def _answer_entry(usage: Usage | None, ended: str) -> dict[str, Any] | None:
+    """Return an answer's counts, speed and end as JSON. `held`: cells of the session before it."""
+    if usage is None:
+        return None
     return {
         "held": usage.held,
         "read": usage.evaluated,
         "generated": usage.generated,
         "per_second": usage.generated / usage.decode_seconds if usage.decode_seconds else 0.0,
+        "ended": ended,
     }
 
 

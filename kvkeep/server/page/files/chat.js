@@ -12,7 +12,7 @@ import { fill, h, showStatus, statusText } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
 import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
-import { noteElement } from "./message_note.js";
+import { noteElement, withOpenNote } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
@@ -190,7 +190,7 @@ export class ChatView {
 
   draw() {
     const memory = /** @type {Memory} */ (this.memory);
-    const turns = turnsOf(memory, this.texts);
+    const turns = withOpenNote(memory, turnsOf(memory, this.texts));
     const isFollowed = this.turns.length ? this.frame.isNearEnd() : !this.frame.isLeftAmong(turns);
     this.turns = turns;
     this.frame.setTitle(titleOf(memory));

@@ -44,17 +44,35 @@ export const noteText = (note, isNewest) => TEXTS[note] + ((isNewest && NEXT[not
 /** @type {Partial<Record<Note, string>>} */
 const NEXT = { length: ": Continue, or allow more in Settings", open: ": Continue" };
 
+/** @type {Record<string, Note>} */
+const BY_END = { length: "length", full: "full", cancelled: "stopped" };
+
 /**
- * Returns the note on a part of the newest turn that nothing was kept of. An answer that the model ended has the end token behind it.
- * @param {Part} part @param {Turn} turn
+ * Returns the note on a part of the newest turn that nothing was kept of, by why the server says that it ended. An answer that the model ended has the end token behind it.
+ * @param {Memory} memory @param {Part} part @param {Turn} turn @returns {Note | null}
  */
-export const openNote = ({ role, end }, turn) => (role === "answer" && turn.parts.length > 1 && end === turn.end ? "open" : null);
+export function openNote({ busy, last_answer }, { role, end }, turn) {
+  if (busy || role !== "answer" || turn.parts.length < 2 || end !== turn.end) return null;
+  return BY_END[last_answer?.ended ?? ""] || "open";
+}
+
+/**
+ * Keeps why the newest answer has no end, which its text no longer shows once another turn follows; returns the turns.
+ * @param {Memory} memory @param {Turn[]} turns
+ */
+export function withOpenNote(memory, turns) {
+  const turn = turns.at(-1);
+  const part = turn?.parts.at(-1);
+  const note = turn && part && !noteOf(memory.name, part) && openNote(memory, part, turn);
+  if (note) keepNote(memory.name, part, note);
+  return turns;
+}
 
 /**
  * Creates the note on a message; null if there is none.
  * @param {Memory} memory @param {Part} part @param {Turn} turn @param {boolean} isNewest as of `noteText`
  */
-export function noteElement({ name, busy }, part, turn, isNewest) {
-  const note = noteOf(name, part) || (isNewest && !busy ? openNote(part, turn) : null);
+export function noteElement(memory, part, turn, isNewest) {
+  const note = noteOf(memory.name, part) || (isNewest ? openNote(memory, part, turn) : null);
   return note && h("span", { class: "standing" }, noteText(note, isNewest));
 }
