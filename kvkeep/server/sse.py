@@ -75,6 +75,9 @@ class KeepaliveResponse(StreamingResponse):
         async def send_and_note(message: Message) -> None:
             await send(message)
             self._last_sent = loop.time()
+            # A client that is gone is noticed in the loop. Without a pause, events that are ready
+            # would be written to its closed connection, of which asyncio warns.
+            await asyncio.sleep(0)
 
         keepalives: asyncio.Task[None] | None = None
 

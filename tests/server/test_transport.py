@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -13,14 +14,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 import zstandard
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvkeep.engine import Limits
 from kvkeep.model import Model
 from kvkeep.server import sse
+from kvkeep.server.connections import connection_config
 from kvkeep.server.limits import MAX_BODY_BYTES
-from kvkeep.server.sse import KeepaliveResponse
+from kvkeep.server.sse import KeepaliveResponse, sse_event, sse_response
 from tests.server.conftest import RunningServer, running_server
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
@@ -230,3 +234,35 @@ def test_streams_of_many_threads_end(server: RunningServer) -> None:
     for thread in threads:
         thread.join()
     assert results == ["data: [DONE]"] * 4
+
+
+def test_events_that_are_ready_are_not_written_to_a_client_that_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The loop was busy, as it is with a computation, while the client went."""
+    is_gone = threading.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield sse_event("begins")
+        is_gone.wait()
+        for number in range(20):
+            yield sse_event(number)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await sse_response(events())(scope, receive, send)
+
+    server = uvicorn.Server(connection_config(app, port=0, loop="asyncio"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    address = server.servers[0].sockets[0].getsockname()
+    with socket.create_connection(address) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while b"begins" not in client.recv(4096):
+            pass
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    is_gone.set()
+    server.should_exit = True
+    thread.join()  # once the response has ended
+    assert "socket.send() raised exception" not in caplog.text
