@@ -69,10 +69,17 @@ def test_hidden_buttons_of_the_list_leave_their_place_to_the_title(
     page: Page, server: RunningServer
 ) -> None:
     """Nothing moves when they appear."""
-    create(server, "beside", turns=0, title=TITLES[0])
+    create(server, "beside", turns=0, title=f"{TITLES[0]} (branch 2)")
     item = page.locator("#conversations li", has=page.locator('[data-name="beside"]'))
     link = item.get_by_role("link")
     expect(link).to_be_visible()
+    left_of_mark = """(e) => {
+        const range = document.createRange();
+        range.setStart(e.firstChild, 1); // behind the space
+        range.setEnd(e.firstChild, 2);
+        return range.getBoundingClientRect().left - e.previousSibling.getBoundingClientRect().left;
+    }"""
+    assert link.locator(".mark").evaluate(left_of_mark) == 0  # in a line of its own
     assert link.evaluate("(e) => e.offsetWidth === e.parentElement.clientWidth")
     before = link.bounding_box()
     item.hover()
