@@ -76,14 +76,14 @@ class Admission:
                     request = self._made(request, record)
                 samplings = samplings or [request.sampling]
                 self._reserve(request, prepared, samplings)
+                prepared.start()
+                feeding = _feeding(request, prepared)
             except BaseException:
                 if not record.named and record.revision == 0:  # it was created for this prompt
                     self._registry.remove(record)
                 raise
-        prepared.start()
         if prepared.plan is not None:
             self._operation_log.add(record, ALIGNED, prepared.plan.evaluated)
-        feeding = _feeding(request, prepared)
         first, *followers = [
             Generation(replace(request, sampling=sampling), record, listener)
             for sampling, listener in zip(samplings, listeners, strict=True)

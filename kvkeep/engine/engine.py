@@ -259,14 +259,21 @@ class Engine(AbstractContextManager["Engine"]):
         """Remove a session, and cancel its generation."""
         return self.call(lambda: self._discard(self._registry.find(name, owner)))
 
-    def stop(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
+    def stop(
+        self,
+        name: str,
+        owner: str,
+        function: Callable[[SessionRecord], T],
+        revision: int | None = None,
+    ) -> Future[T]:
         """End a session's generation, if there is one; the result is `function(record)`.
 
-        Its tokens so far stay in the session, and its caller gets Cancelled. Raises NoSuchSession.
+        Its tokens so far stay in the session, and its caller gets Cancelled. revision: of the
+        session before the generation. Raises NoSuchSession, WrongRevision.
         """
 
         def stop_generation() -> T:
-            record = self._registry.find(name, owner)
+            record = self._registry.find(name, owner, revision)
             self._cancel_generation(record)
             return function(record)
 

@@ -111,20 +111,25 @@ def _prepare_in_place(
 def restored_if_refused(registry: SessionRegistry, name: str | None, owner: str) -> Iterator[None]:
     """Leave a session as it was if the block raises, and remove one that the block created.
 
-    The block may load the session, replace it, and change its record. Changes of its cells stay
-    unless it was empty or on disk. name: None for a request without a session.
+    The block may load the session, replace it, and change its record. Changes of its cells stay, in
+    another revision, unless it was empty or on disk. name: None for a request without a session.
     """
     record = None if name is None else registry.get(name, owner)
-    fields = {} if record is None else dict(vars(record))
-    state = None if record is None or record.session is None else record.session.core.state
+    session, fields = (record.session, dict(vars(record))) if record else (None, {})
+    state, length = (session.core.state, len(session.tokens)) if session else (None, 0)
     try:
         yield
     except BaseException:
         created = None if name is None else registry.get(name, owner)
-        if record is not None:
+        if record is None:
+            if created is not None:
+                registry.remove(created)
+        elif session is None or state is None:
             vars(record).update(fields)
-            if state is not None and not state.memory.tokens:
-                record.live.core.state = state
-        elif created is not None:
-            registry.remove(created)
+        elif not length or len(session.tokens) == length:
+            vars(record).update(fields)
+            if not length:
+                session.core.state = state
+        elif record.revision == fields["revision"]:
+            record.mark_changed()
         raise

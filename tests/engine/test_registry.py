@@ -34,6 +34,7 @@ from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
     Busy,
     Cancelled,
+    ContextFull,
     InvalidArgument,
     Locked,
     NoRoom,
@@ -151,6 +152,24 @@ def test_a_refused_prompt_that_is_the_whole_text_does_not_change_its_session(
         after = engine.inspect("chat", "0", lambda r: (r.revision, r.live.tokens.tolist()))
         assert after.result() == before.result()
         assert {record.name for record in engine.sessions().result()} == {"other", "chat"}
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_whole_text_that_its_policy_cannot_hold_does_not_change_its_session(
+    continues: bool,
+) -> None:
+    settings = {"max_kv_size": 64, "prefill_step": 16, "policy": "full"}
+    with Engine(MODEL, settings=settings) as engine:
+        engine.create(name="chat").result()
+        engine.generate(GenerationRequest(text(0, 8), 4, ignore_eos=True), "chat").text()
+        before = engine.inspect("chat", "0", lambda r: (r.revision, r.live.tokens.tolist()))
+        own = tuple(before.result()[1]) if continues else text(2, 30)
+        for name in ("chat", "new"):
+            with pytest.raises(ContextFull):
+                engine.generate(GenerationRequest(own + text(3, 100), 1, whole_text=True), name)
+        after = engine.inspect("chat", "0", lambda r: (r.revision, r.live.tokens.tolist()))
+        assert after.result() == before.result()
+        assert [record.name for record in engine.sessions().result()] == ["chat"]
 
 
 def test_a_request_that_can_never_fit_is_refused_without_a_retry() -> None:

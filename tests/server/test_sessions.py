@@ -258,6 +258,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/title": ("PUT", {"title": "Another"}),
     "/compact": ("POST", {}),
     "/align": ("POST", {"tokens": [5, 6, 7]}),
+    "/stop": ("POST", None),
 }
 
 

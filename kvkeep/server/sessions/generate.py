@@ -164,7 +164,8 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 @router.post("/v1/sessions/{name}/stop", response_model=None)
 async def stop(context: SessionDep) -> Response:
     """End a generation in the session, which another client may have started, if there is one."""
-    return await wrap_future(context.engine.stop(context.name, context.owner, session_response))
+    arguments = (context.name, context.owner, session_response, context.revision)
+    return await wrap_future(context.engine.stop(*arguments))
 
 
 def _turn_request(
