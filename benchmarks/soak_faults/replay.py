@@ -1,7 +1,9 @@
 """Lone replays of users' sessions, compared with what the server saved."""
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,10 +14,14 @@ from kvkeep import Model, Sampling, Session, Snapshot
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import StoreError
+from kvkeep.storage.files.atomic import write_json
 
 
 class Replayer:
-    """Compares saved sessions with sessions of this process that make the same changes."""
+    """Compares saved sessions with sessions of this process that make the same changes.
+
+    Of one that differs it writes both to the store's parent, and its changes with all tokens.
+    """
 
     def __init__(self, model: Model, store: Path) -> None:
         self._model, self._store, self._lock = model, store, threading.Lock()
@@ -35,11 +41,21 @@ class Replayer:
                 return f"{self._store} has no file of the saved session {held.name}"
             logits, saved_logits = session.logits, saved.logits
             assert logits is not None
-            if saved_logits is None or not torch.equal(saved_logits, logits):
-                changes = [(point.change, len(point.tokens)) for point in held.points]
-                history = f"{held.policy}, {changes}, {held.events}"
-                return f"its saved logits differ from the replay's: {history}"
-            return None
+            if saved_logits is not None and torch.equal(saved_logits, logits):
+                return None
+            self._write(held, saved, session.snapshot())
+            most = math.inf if saved_logits is None else (saved_logits - logits).abs().max().item()
+            changes = [(point.change, len(point.tokens)) for point in held.points]
+            history = f"{held.policy}, {changes}, {held.events}"
+            return f"its saved logits differ from the replay's by up to {most:.3g}: {history}"
+
+    def _write(self, held: UserSession, saved: Snapshot, replayed: Snapshot) -> None:
+        """Write what differs for a closer look."""
+        folder = self._store.parent
+        saved.save(folder / "saved.kvkeep")
+        replayed.save(folder / "replayed.kvkeep")
+        changes = {"policy": held.policy, "points": [asdict(point) for point in held.points]}
+        write_json(folder / "changes.json", changes)
 
     def _saved(self, name: str, tokens: Tokens) -> Snapshot | None:
         """Return the file of a session; a fork may have the same tokens, and other bits."""

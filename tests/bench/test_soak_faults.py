@@ -23,12 +23,12 @@ def test_a_schedule_is_that_of_its_seed_and_has_all_kinds() -> None:
 
 def test_users_find_their_sessions_as_they_left_them(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = ["--model", str(tiny_folder), "--operations", "180", "--fault-every", "18"]
+    arguments = ["--model", str(tiny_folder), "--operations", "260", "--fault-every", "18"]
     result = CliRunner().invoke(soak_faults, [*arguments, "--users", "3", "--out", str(out)])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
     assert report["violations"] == []
-    assert sum(report["operations"].values()) >= 180
+    assert sum(report["operations"].values()) >= 260
     assert report["faults"]["kill"] >= 1
     assert report["faults"]["cut"] >= 1
     assert report["recovery_seconds"] < 60
