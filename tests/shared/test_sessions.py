@@ -402,16 +402,16 @@ class _SlowStore:
 
 
 def test_a_lease_is_renewed_during_a_long_upload(objects: ObjectStore) -> None:
-    slow: ObjectStore = _SlowStore(objects, 1.0)  # type: ignore[assignment]
-    lease = sessions_of(slow, "a", lease=0.3).acquire("one")
+    slow: ObjectStore = _SlowStore(objects, 4.0)  # type: ignore[assignment]
+    lease = sessions_of(slow, "a", lease=1.5).acquire("one")  # a busy machine renews it in time
     acquired = list[bool]()
 
     def try_to_acquire() -> None:
         with suppress(StoreError):
-            sessions_of(objects, "b", lease=0.3).acquire("one").release()
+            sessions_of(objects, "b", lease=1.5).acquire("one").release()
             acquired.append(True)
 
-    attempts = [threading.Timer(0.1 * number, try_to_acquire) for number in range(1, 10)]
+    attempts = [threading.Timer(0.4 * number, try_to_acquire) for number in range(1, 10)]
     for attempt in attempts:
         attempt.start()
     commit(lease, b"1", release=True)
