@@ -59,7 +59,7 @@ class Replayer:
 
     def _saved(self, name: str, tokens: Tokens) -> Snapshot | None:
         """Return the file of a session; a fork may have the same tokens, and other bits."""
-        for path in self._store.rglob("*.kvkeep"):
+        for path in self._store.rglob(f"{name}.kvkeep"):
             try:
                 snapshot = Snapshot.load(path)
             except (StoreError, FileNotFoundError):
