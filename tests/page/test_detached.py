@@ -7,7 +7,8 @@ import httpx
 import pytest
 from page.conftest import create
 from page.test_chat import box, spans, start, texts, turns
-from playwright.sync_api import Page, expect
+from page.test_drafts import hold_turns
+from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
 
 QUESTION, TOKENS = "Write a long story about a sailor.", 250
@@ -70,6 +71,37 @@ def test_an_answer_of_another_client_is_stopped_from_the_page(
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
         assert any('"cancelled"' in line for line in lines)
     assert "turn 2 answer" in spans(client, "endless")
+
+
+def test_stop_ends_no_answer_that_another_client_began_later(
+    page: Page, client: httpx.Client, server: RunningServer
+) -> None:
+    create(server, "busy", turns=1)
+    page.goto("/#/chat/busy")
+    expect(page.locator(".turn")).to_have_count(1)
+    held = hold_turns(page)
+    stops: list[Route] = []
+
+    def stop(route: Route) -> None:
+        stops.append(route)
+        if len(stops) == 1:  # ends nothing
+            route.fulfill(json={})
+        else:
+            route.continue_()
+
+    page.route("**/stop", stop)
+    box(page).fill("And of Italy?")
+    box(page).press("Enter")
+    expect(page.locator(".turn.open")).to_have_count(1)
+    turn = {"content": "Another.", "max_tokens": 1}
+    client.post("/v1/sessions/busy/turns", json=turn).raise_for_status()
+    with endless_answer(server, "busy") as lines:
+        page.get_by_role("button", name="Stop", exact=True).click()
+        expect(box(page)).to_have_value("And of Italy?")
+        assert len(stops) == 2
+        assert not any('"cancelled"' in next(lines) for _ in range(200))
+    assert held
+    page.unroute_all()
 
 
 def test_a_conversation_that_is_answered_is_deleted(

@@ -41,8 +41,14 @@ export class ChatAnswers {
     this.running?.abort();
   }
 
-  endAnswer() {
-    return send("POST", `${this.chat.path}/stop`).catch((error) => showStatus(messageOf(error), true));
+  // Asks the server to end the session's answer; with a revision, only the one that was begun then. Returns whether it did.
+  /** @param {Record<string, string>} [headers] */
+  endAnswer(headers) {
+    const fail = (/** @type {unknown} */ error) => {
+      if (!(error instanceof ApiError && error.status === 412)) showStatus(messageOf(error), true);
+      return false;
+    };
+    return send("POST", `${this.chat.path}/stop`, undefined, { headers }).then(() => true, fail);
   }
 
   /** @param {string} content */
@@ -123,7 +129,7 @@ export class ChatAnswers {
     this.running = null;
     chat.drawBusy();
     if (chat.signal.aborted) return mayBeLost && !this.isBegun && this.giveBack(body.content);
-    await this.settle(signal.aborted ? "stopped" : this.cutOff, memory.tokens);
+    await this.settle(signal.aborted ? "stopped" : this.cutOff, memory);
     this.drawEnd(turn, failure);
     if (mayBeLost && !(this.isBegun && chat.memory?.busy)) this.checkMessage(body.content, memory, signal.aborted);
     if (failure) this.showFailure(failure);
@@ -186,18 +192,18 @@ export class ChatAnswers {
   }
 
   // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.
-  /** @param {import("./message_note.js").Note | null} note @param {number} before tokens of the session */
+  /** @param {import("./message_note.js").Note | null} note @param {Memory} before */
   async settle(note, before) {
     for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
       await this.chat.reload();
       if (note !== "stopped" || !this.chat.memory?.busy) break;
-      await this.endAnswer(); // it may have been begun only now
+      if (!(await this.endAnswer(changeHeaders(before.revision)))) break; // it may have been begun only now, or be another one
       await new Promise((resolve) => setTimeout(resolve, SETTLE_EVERY));
     }
     const { memory, turns } = this.chat;
     if (!memory) return;
     this.sayIfForgetting(memory);
     const part = turns.at(-1)?.parts.at(-1);
-    if (part?.role === "answer" && memory.tokens !== before) keepNote(memory.name, part, note);
+    if (part?.role === "answer" && memory.tokens !== before.tokens) keepNote(memory.name, part, note);
   }
 }
