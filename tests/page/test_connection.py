@@ -130,7 +130,7 @@ def test_a_click_on_the_link_of_a_view_that_failed_tries_again(
 def test_an_answer_that_still_arrives_is_said_not_to_be_lost(
     page: Page, server: RunningServer
 ) -> None:
-    """As while a server shuts down: the stream of operations has ended."""
+    """The banner names a shutdown while an answer arrives and operations are not followed."""
     create(server, "arriving", max_kv_size=8192)
     page.goto("/#/chat/arriving")
     expect(page.locator(".turn")).to_have_count(1)
