@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.soak_faults.records import Change, Check, Tokens, UserSession
+from benchmarks.soak_faults.records import Change, Check, Content, Tokens, UserSession
 from kvkeep.client.remote import RemoteSession
 
 GREEDY: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.0}
@@ -28,8 +28,14 @@ class Proposal:
     check: Check
 
 
-def _appended(before: Tokens, after: Tokens) -> bool:
-    return len(after) > len(before) and after[: len(before)] == before
+def _appended(before: Content, after: Content) -> bool:
+    old, new = before.tokens, after.tokens
+    return len(new) > len(old) and new[: len(old)] == old and after.pinned == before.pinned
+
+
+def _is_inserted(before: Tokens, after: Tokens, at: int) -> bool:
+    tail = len(before) - at
+    return len(after) > len(before) and after[:at] + after[-tail:] == before
 
 
 def _piece(rng: random.Random, held: UserSession) -> str:
@@ -54,7 +60,7 @@ def generate(rng: random.Random, held: UserSession) -> Proposal | None:
         lambda remote, revision: remote.generate(
             revision=revision, max_tokens=count, ignore_eos=True, **GREEDY
         ),
-        lambda old, new: _appended(old, new) and len(new) == len(old) + count,
+        lambda old, new: _appended(old, new) and len(new.tokens) == len(old.tokens) + count,
     )
 
 
@@ -75,7 +81,7 @@ def cut(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("delete", start, end),
         lambda remote, revision: remote.delete(start, end, revision=revision),
-        lambda old, new: new == old[:start] + old[end:],
+        lambda old, new: new.tokens == old.tokens[:start] + old.tokens[end:],
     )
 
 
@@ -86,9 +92,7 @@ def insert(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("insert", at),
         lambda remote, revision: remote.insert(at, text, revision=revision),
-        lambda old, new: (
-            len(new) > len(old) and new[:at] == old[:at] and new[at - len(old) :] == old[at:]
-        ),
+        lambda old, new: _is_inserted(old.tokens, new.tokens, at),
     )
 
 
@@ -101,7 +105,7 @@ def align(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("align"),
         lambda remote, revision: remote.align(list(wanted), revision=revision, **ALIGNMENT),
-        lambda _, new: new == wanted,
+        lambda _, new: new.tokens == wanted,
     )
 
 
@@ -112,7 +116,7 @@ def rewind(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("rewind", end=count),
         lambda remote, revision: remote.rewind(count, revision=revision),
-        lambda old, new: new == old[:-count],
+        lambda old, new: new.tokens == old.tokens[:-count],
     )
 
 
@@ -123,7 +127,9 @@ def pin(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("pin", start, start + 4),
         lambda remote, revision: remote.pin(start, start + 4, revision=revision),
-        lambda old, new: new == old,
+        lambda old, new: (
+            new.tokens == old.tokens and new.pinned == old.pinned | set(range(start, start + 4))
+        ),
     )
 
 
@@ -133,7 +139,7 @@ def compress(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("compress"),
         lambda remote, revision: remote.compress(revision=revision, **COMPRESSION),
-        lambda old, new: new == old,
+        lambda old, new: new.tokens == old.tokens and "compressed" in new.status,
     )
 
 

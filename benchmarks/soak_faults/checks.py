@@ -6,15 +6,24 @@ any other fault it must be at its newest state. A change whose response was lost
 
 import random
 import time
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from benchmarks.soak_faults.deployment import Deployment
-from benchmarks.soak_faults.records import Change, Check, Record, SessionPoint, UserSession
+from benchmarks.soak_faults.records import Change, Check, Content, Record, SessionPoint, UserSession
 from kvkeep import Client
+from kvkeep.client.remote import RemoteSession
 from kvkeep.errors import KvkeepError, NoSuchSession
 
 _RETRY_SECONDS = 0.02  # between attempts to read
+
+
+@dataclass(frozen=True)
+class Found:
+    """A session as its server shows it."""
+
+    content: Content
+    text: str
+    revision: int
 
 
 class Checker:
@@ -67,29 +76,26 @@ class Checker:
         else:
             self.violation(f"{held.name}: {held.points[-1]} has become {found}")
 
-    def read(self, name: str) -> tuple[dict[str, Any] | None, int]:
-        """Return a session's tokens, text and revision, as soon as the server answers."""
+    def read(self, name: str) -> tuple[Found | None, int]:
+        """Return a session and the generation of its server, as soon as that answers."""
         while True:
             self._server.ready.wait()
             generation = self._server.generation
             try:
-                view = random.choice(self._clients).session(name).text()
+                found = _found(random.choice(self._clients).session(name))
             except NoSuchSession:
                 if self._server.ready.is_set() and self._server.generation == generation:
                     return None, generation
             except KvkeepError:
                 time.sleep(_RETRY_SECONDS)
             else:
-                tokens = tuple(piece["id"] for piece in view["pieces"])
-                text = "".join(piece["text"] for piece in view["pieces"])
-                found = {"tokens": tokens, "text": text, "revision": view["revision"]}
-                if self._server.generation == generation:
+                if found is not None and self._server.generation == generation:
                     return found, generation
 
     def _is_made(
         self,
         held: UserSession,
-        found: dict[str, Any] | None,
+        found: Found | None,
         generation: int,
         changes: list[tuple[Change, Check]],
     ) -> bool:
@@ -97,30 +103,30 @@ class Checker:
         if found is None:
             return False
         self._check_words(held, found)
-        newest, tokens, revision = held.points[-1], found["tokens"], found["revision"]
+        newest, content, revision = held.points[-1], found.content, found.revision
         for change, check in changes:
-            if check(newest.tokens, tokens) and revision > newest.revision:
-                held.points.append(SessionPoint(tokens, revision, change))
+            if check(newest.content, content) and revision > newest.revision:
+                held.points.append(SessionPoint(content, revision, change))
                 held.generation = generation
                 held.unanswered = []
                 return True
         return False
 
-    def _is_newest(self, held: UserSession, found: dict[str, Any] | None, generation: int) -> bool:
+    def _is_newest(self, held: UserSession, found: Found | None, generation: int) -> bool:
         """Whether a session is at its newest point.
 
         After a kill, or a change that failed and was rolled back, it may have another revision.
         """
-        if found is None or found["tokens"] != held.points[-1].tokens:
+        if found is None or found.content != held.points[-1].content:
             return False
         is_same = generation == held.generation and not held.unanswered
-        if is_same and found["revision"] != held.points[-1].revision:
+        if is_same and found.revision != held.points[-1].revision:
             return False
-        held.points[-1] = replace(held.points[-1], revision=found["revision"])
+        held.points[-1] = replace(held.points[-1], revision=found.revision)
         held.generation = generation
         return True
 
-    def _go_back(self, held: UserSession, found: dict[str, Any] | None, generation: int) -> None:
+    def _go_back(self, held: UserSession, found: Found | None, generation: int) -> None:
         """Accept the state after a kill, if it is none from before the last save."""
         self._record.lost += 1
         held.generation, held.unanswered = generation, []
@@ -130,18 +136,29 @@ class Checker:
             self.sessions.remove(held)
             return
         for index in range(len(held.points) - 1, max(held.saved, 0) - 1, -1):
-            if held.points[index].tokens == found["tokens"]:
+            if held.points[index].content == found.content:
                 del held.points[index + 1 :]
-                held.points[index] = replace(held.points[index], revision=found["revision"])
+                held.points[index] = replace(held.points[index], revision=found.revision)
                 held.saved = index
                 held.events.append(f"a kill led back to point {index}")
                 return
         self.violation(f"{held.name}: after a kill {found}, saved was {held.points[held.saved :]}")
 
-    def _check_words(self, held: UserSession, found: dict[str, Any]) -> None:
+    def _check_words(self, held: UserSession, found: Found) -> None:
         with self._record.lock:
             strangers = [
-                word for word in self._record.words if word != held.word and word in found["text"]
+                word for word in self._record.words if word != held.word and word in found.text
             ]
         if strangers:
             self.violation(f"{held.name} holds words of others: {strangers}")
+
+
+def _found(remote: RemoteSession) -> Found | None:
+    """Read a session. None if it changed between the requests: a lost one may still be made."""
+    view, memory = remote.text(), remote.memory()
+    if memory["revision"] != view["revision"]:
+        return None
+    tokens = tuple(piece["id"] for piece in view["pieces"])
+    text = "".join(piece["text"] for piece in view["pieces"])
+    status = (run["standing"] for run in memory["runs"] for _ in range(run["count"]))
+    return Found(Content(tokens, tuple(status)), text, view["revision"])

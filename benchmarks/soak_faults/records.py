@@ -7,7 +7,22 @@ from dataclasses import dataclass, field
 from kvkeep.types import PolicyName
 
 Tokens = tuple[int, ...]
-Check = Callable[[Tokens, Tokens], bool]  # of the tokens before a change and after it
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a session holds: its tokens, and the status of each ("pinned", "window", ...)."""
+
+    tokens: Tokens
+    status: tuple[str, ...]
+
+    @property
+    def pinned(self) -> set[int]:
+        """Indices of the pinned tokens."""
+        return {index for index, status in enumerate(self.status) if status == "pinned"}
+
+
+Check = Callable[[Content, Content], bool]  # of what a session holds before a change and after it
 
 
 @dataclass(frozen=True)
@@ -21,11 +36,15 @@ class Change:
 
 @dataclass(frozen=True)
 class SessionPoint:
-    """A state that a session was in: its tokens and revision, after a change."""
+    """A state that a session was in: its content and revision, after a change."""
 
-    tokens: Tokens
+    content: Content
     revision: int
     change: Change
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.content.tokens
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.soak_faults.changes import ALIGNMENT, COMPRESSION
-from benchmarks.soak_faults.records import SessionPoint, Tokens, UserSession
+from benchmarks.soak_faults.records import Content, SessionPoint, Tokens, UserSession
 from kvkeep import Model, Sampling, Session, Snapshot
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
@@ -33,10 +33,11 @@ class Replayer:
                 512, policy=held.policy, prefill_step=DEFAULT_PREFILL_STEP
             )
             session = replay_changes(session, held.points)
-            expected = held.points[-1].tokens
-            if tuple(session.tokens) != expected:
-                return f"the replay has tokens {session.tokens}; expected {expected}"
-            saved = self._saved(held.name, expected)
+            expected = held.points[-1].content
+            replayed = Content(tuple(session.tokens), tuple(session.token_status))
+            if replayed != expected:
+                return f"the replay has {replayed}; expected {expected}"
+            saved = self._saved(held.name, expected.tokens)
             if saved is None:
                 return f"{self._store} has no file of the saved session {held.name}"
             logits, saved_logits = session.logits, saved.logits

@@ -127,11 +127,11 @@ class User(threading.Thread):
             pass
         found, generation = self.checker.read(name)
         self.record.count("create")
-        if found is None or not found["tokens"]:
+        if found is None or not found.content.tokens:
             return
-        if found["text"].count(f"{word} is 0.") != 1:
+        if found.text.count(f"{word} is 0.") != 1:
             self.checker.violation(f"{name}: its first text is not there once: {found}")
-        point = SessionPoint(found["tokens"], found["revision"], Change("feed"))
+        point = SessionPoint(found.content, found.revision, Change("feed"))
         self.checker.sessions.append(UserSession(name, word, policy, [point], generation))
 
     def _save(self, held: UserSession) -> None:
@@ -190,10 +190,11 @@ class User(threading.Thread):
         found, generation = self.checker.read(name)
         if found is None:
             return
-        if found["tokens"] != points[-1].tokens:
+        if found.content != points[-1].content:
             self.checker.violation(f"{name}: a {kind} of {points[-1]} holds {found}")
-        point = SessionPoint(found["tokens"], found["revision"], Change(kind))
+        point = SessionPoint(found.content, found.revision, Change(kind))
         copy = UserSession(name, held.word, held.policy, [*points, point], generation)
+        copy.events = [*held.events, f"{kind} of {held.name}"]
         self.checker.sessions.append(copy)
 
     def _ask(self, held: UserSession) -> None:

@@ -8,7 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.soak_faults.__main__ import soak_faults
-from benchmarks.soak_faults.faults import KINDS, schedule
+from benchmarks.soak_faults.checks import Checker
+from benchmarks.soak_faults.deployment import deployment
+from benchmarks.soak_faults.faults import KINDS, Fault, schedule
+from benchmarks.soak_faults.records import Change, Content, Record, SessionPoint, UserSession
+from benchmarks.soak_faults.server import KEYS
+from kvkeep import Client
 
 
 def test_a_schedule_is_that_of_its_seed_and_has_all_kinds() -> None:
@@ -50,3 +55,32 @@ def test_users_of_a_fleet_find_their_sessions_at_each_server(
     report = json.loads(out.read_text())
     assert report["violations"] == []
     assert report["went_back_after_kill"] == 0
+
+
+def test_a_pin_that_a_kill_undid_is_no_change_of_the_session(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Its tokens are those of the pinned session; a replay with the pin has other bits."""
+    record = Record(10)
+    with deployment(tmp_path, str(tiny_folder), "60MB", None, False, False) as servers:
+        client = Client(servers.urls[0], KEYS[0])
+        checker = Checker("user", [client], servers, record)
+        remote = client.create("s", policy="sliding")
+        remote.feed("The cache holds the cells of a window.")
+        remote.save()
+        fed, generation = checker.read("s")
+        assert fed is not None
+        pinned = ("pinned",) * 4 + fed.content.status[4:]
+        points = [
+            SessionPoint(fed.content, fed.revision, Change("feed")),
+            SessionPoint(
+                Content(fed.content.tokens, pinned), fed.revision + 1, Change("pin", 0, 4)
+            ),
+        ]
+        held = UserSession("s", "word", "sliding", points, generation, saved=0)
+        checker.sessions.append(held)
+        servers.apply(Fault(0, "kill", seconds=0, hours=0))
+        checker.compare_unchanged(held)
+        servers.close()
+    assert (record.lost, record.violations) == (1, [])
+    assert [point.change.kind for point in held.points] == ["feed"]
