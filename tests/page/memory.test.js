@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, changedText, compressedText, compressText, fullText, nowForgets, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, canPin, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/misses.js`);
 
@@ -109,10 +109,10 @@ test("what a session cannot go back over is named", () => {
 });
 
 test("what memory forgot and why a message was refused is said with the numbers", () => {
-  assert.match(nowForgets(1), /^Memory is full: the oldest text is forgotten, 1 token so far\./);
   const full = memory({ policy: "full", cells: 120, max_kv_size: 128 });
-  assert.match(fullText(full), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\), send a shorter message, or begin a chat with another policy/);
-  assert.match(fullText({ ...full, policy: "self_extend" }), /evicts nothing\. Send a shorter message/);
+  assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or send a shorter message or begin a chat with another policy/);
+  assert.match(fullText({ ...full, policy: "self_extend" }, true), /evicts nothing\. Send a shorter message/);
+  assert.match(fullText(full, false), /so nothing was generated\. Compress the whole memory \(in the memory panel\) or begin a chat/);
   assert.match(stoppedText(210, 57, false), /^Stopped\. 210 tokens of the message were read and stay as a turn\. 57 tokens of older text are forgotten for it\. The rest of the message is in the box\.$/);
   assert.match(stoppedText(30, 0, true), /read and stays: Answer has it answered\.$/);
   assert.match(stoppedText(0, 0, false), /memory is as before/);

@@ -2,6 +2,9 @@
 
 const KEY = "kvkeep key";
 
+export const NO_ANSWER = "The server does not answer.";
+export const BROKEN_OFF = "The connection to the server was lost.";
+
 /** Returns the message of what was thrown. @param {unknown} error */
 export const messageOf = (error) => (error instanceof Error ? error.message : String(error));
 
@@ -12,6 +15,12 @@ export class ApiError extends Error {
     this.status = status;
     this.code = code;
   }
+}
+
+/** Returns null for the error that there is no such thing; throws another one. @param {unknown} error */
+export function nullIfMissing(error) {
+  if (error instanceof ApiError && error.status === 404) return null;
+  throw error;
 }
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
@@ -39,7 +48,7 @@ async function request(method, path, body, { headers, signal } = {}) {
     options.headers["Content-Type"] = "application/json";
   }
   const response = await fetch(path, options).catch((error) => {
-    throw error.name === "AbortError" ? error : new Error("The server does not answer.");
+    throw error.name === "AbortError" ? error : new Error(NO_ANSWER);
   });
   if (!response.ok) {
     /** @type {{message?: string, code?: string}} */
@@ -86,7 +95,9 @@ export async function* streamEvents(method, path, body, options) {
   countStream(1);
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new Error(BROKEN_OFF); // browsers say "network error"
+      });
       if (done) return;
       buffer += value;
       const blocks = buffer.split("\n\n");

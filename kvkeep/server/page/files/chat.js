@@ -1,9 +1,10 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
 import { BUSY_ELSEWHERE, CHANGED } from "./session_change.js";
-import { ApiError, get, messageOf } from "./api.js";
+import { get, messageOf, nullIfMissing } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
+import { goneParagraph, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
 import { ChatFrame } from "./chat_frame.js";
 import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
 import { titleOf } from "./chat_settings.js";
@@ -43,6 +44,7 @@ export class ChatView {
     /** @type {Memory | null} */
     this.memory = null;
     this.isOutdated = false; // whether the session may be another one at the same revision
+    this.isDeleted = false; // whether the server said so
     /** @type {string[]} */
     this.texts = [];
     /** @type {Turn[]} */
@@ -78,7 +80,8 @@ export class ChatView {
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
       if (operation && operation.session !== this.name) return;
-      if (!operation || operation.what === "delete") this.isOutdated = true; // revisions may start again
+      if (operation?.what === "delete") this.isDeleted = true;
+      if (!operation || this.isDeleted) this.isOutdated = true; // revisions may start again
       reloadSoon();
     }, signal);
     onSessions((entries) => {
@@ -143,18 +146,15 @@ export class ChatView {
 
   drawWelcome() {
     this.frame.setTitle("New chat");
-    this.frame.welcome(
-      `Write below to talk with ${this.settings.model || "the model"}, which runs on this server; nothing is sent anywhere else.`,
-      "The strip above the chat is the model's memory: each turn has a part there, the wider the more memory it takes, and coloured by whether it is still held.",
-      "Select a turn to pin it, to remove it from memory or to replace what it says; Undo takes the change back.",
-    );
+    this.frame.welcome(...welcomeTexts(this.settings.model));
   }
 
   // Loads the session's memory and text, and draws them. Raises ApiError.
   async load() {
     const [name, before] = [this.name, this.isOutdated ? null : this.memory];
-    const memory = /** @type {Memory} */ (await get(`${this.path}/memory`));
+    const memory = /** @type {Memory | null} */ (await get(`${this.path}/memory`).catch(nullIfMissing));
     if (this.signal.aborted || name !== this.name) return;
+    if (!memory) return this.drawGone();
     if (before && before.revision === memory.revision && before.tokens === memory.tokens) {
       this.memory = memory;
       return this.drawBusy();
@@ -163,7 +163,7 @@ export class ChatView {
     const first = before && isAppended ? Math.min(before.tokens, memory.tokens) : 0;
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
-    [this.memory, this.isOutdated] = [memory, false];
+    [this.memory, this.isOutdated, this.isDeleted] = [memory, false, false];
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
     this.drawBusy();
     if (!this.answers.running) this.draw();
@@ -177,15 +177,14 @@ export class ChatView {
       this.failedToLoad = false;
     } catch (error) {
       if (this.signal.aborted) return;
-      if (error instanceof ApiError && error.status === 404) return this.drawGone();
       this.failedToLoad = true;
       showStatus(messageOf(error), true);
     }
   }
 
   drawGone() {
+    if (!this.frame.isGone) this.frame.showGone(this.memory ? titleOf(this.memory) : `${this.name}`, goneParagraph(this.isDeleted, this.frame.box));
     this.memory = null;
-    this.frame.welcome(["This conversation was deleted. ", h("a", { href: "#/" }, "Start a new one"), "."]);
   }
 
   draw() {
@@ -250,6 +249,7 @@ export class ChatView {
     if (this.isOutdated || !before) await this.reload();
     const isSame = !before || (before.revision === this.memory?.revision && before.tokens === this.memory?.tokens);
     if (!isSame && this.memory) showStatus(CHANGED, true);
+    if (this.frame.isGone) showStatus(NOTHING_DONE, true);
     return isSame && this.memory !== null && !this.isOutdated;
   }
 

@@ -2,11 +2,12 @@
 
 import { changeError, changeHeaders } from "./session_change.js";
 import { ApiError, get, messageOf, send, streamEvents } from "./api.js";
+import { NOTHING_DONE } from "./chat_empty.js";
 import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, showStatus } from "./dom.js";
 import { openTurn, systemElement } from "./message.js";
-import { fullText, nowForgets, stoppedText } from "./memory_text.js";
+import { fullText, NOW_FORGETS, stoppedText } from "./memory_text.js";
 import { keepNote } from "./message_note.js";
 import { countOf, nextNumber, unreadOf } from "./turns.js";
 import { dropObsolete } from "./undo.js";
@@ -95,9 +96,10 @@ export class ChatAnswers {
     const { memory } = chat;
     if (!memory) return;
     const turn = openTurn(content, { number: nextNumber(memory.spans) });
-    if (!chat.turns.length) fill(chat.frame.log);
+    const isFirst = !chat.frame.log.querySelector(".turn"); // one that is not confirmed stays
+    if (isFirst) fill(chat.frame.log);
     const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
-    if (system.system) chat.frame.log.append(systemElement(system.system));
+    if (isFirst && system.system) chat.frame.log.append(systemElement(system.system));
     chat.frame.log.append(turn.element);
     chat.frame.goToEnd();
     const body = { content, stream: true, max_tokens: longestAnswer(memory), ...system, ...keptOf(memory.name).sampling };
@@ -130,18 +132,18 @@ export class ChatAnswers {
     chat.drawBusy();
     if (chat.signal.aborted) return mayBeLost && !this.isBegun && this.giveBack(body.content);
     await this.settle(signal.aborted ? "stopped" : this.cutOff, memory);
-    this.drawEnd(turn, failure);
+    this.drawEnd(turn, failure, Boolean(mayBeLost));
     if (mayBeLost && !(this.isBegun && chat.memory?.busy)) this.checkMessage(body.content, memory, signal.aborted);
-    if (failure) this.showFailure(failure);
+    this.sayWhy(failure, turn.isEmpty);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
   }
 
   // Draws the turn from what was loaded after it; or marks it, if that could not be loaded.
-  /** @param {ReturnType<typeof openTurn>} turn @param {unknown} failure */
-  drawEnd(turn, failure) {
+  /** @param {ReturnType<typeof openTurn>} turn @param {unknown} failure @param {boolean} isInBox whether the message is put back */
+  drawEnd(turn, failure, isInBox) {
     const isRefused = failure instanceof ApiError && failure.status > 0; // before anything was read
-    if (this.chat.failedToLoad && !isRefused) turn.unconfirm();
+    if (this.chat.failedToLoad && !isRefused) turn.unconfirm(isInBox);
     else if (this.chat.memory) this.chat.draw();
   }
 
@@ -156,12 +158,15 @@ export class ChatAnswers {
     if (isStopped && !failedToLoad) showStatus(stoppedText(read, lost, !rest), false, true);
   }
 
-  /** @param {unknown} failure */
-  showFailure(failure) {
+  // Says why an answer failed, or that memory is full where none was begun.
+  /** @param {unknown} failure null for none @param {boolean} isEmpty whether nothing was generated */
+  sayWhy(failure, isEmpty) {
     const { memory, frame } = this.chat;
-    const isFull = failure instanceof ApiError && failure.code === "context_length_exceeded";
+    const isRefused = failure instanceof ApiError && failure.code === "context_length_exceeded";
+    const isFull = isRefused || (!failure && isEmpty && this.cutOff === "full");
     if (isFull && memory?.policy === "full") frame.panel.openCompress();
-    showStatus(isFull && memory ? fullText(memory) : changeError(failure), true);
+    if (isFull && memory) showStatus(fullText(memory, isRefused), true);
+    else if (failure) showStatus(frame.isGone ? NOTHING_DONE : changeError(failure), true);
   }
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
@@ -185,10 +190,9 @@ export class ChatAnswers {
   // Says once that this answer, or its message, made memory full.
   /** @param {Memory} memory */
   sayIfForgetting(memory) {
-    const lost = countOf(memory, "forgotten");
-    if (!this.mayForget || !lost) return;
+    if (!this.mayForget || !countOf(memory, "forgotten")) return;
     this.mayForget = false;
-    showStatus(nowForgets(lost));
+    showStatus(NOW_FORGETS);
   }
 
   // Loads the session once it is no longer busy with an answer that was stopped. note: how the answer ended, null if the model ended it.

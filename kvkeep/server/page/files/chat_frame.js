@@ -102,8 +102,22 @@ export class ChatFrame {
     if (origin) fill(this.origin, `${origin.kind}. `, h("a", { href: `#/chat/${origin.name}`, title: origin.title }, `Back to “${origin.title}”`));
   }
 
+  // Shows a paragraph in place of turns, and nothing of memory, until there is a memory to draw.
+  /** @param {string} title @param {any[]} paragraph */
+  showGone(title, paragraph) {
+    this.setTitle(title);
+    this.welcome(paragraph);
+    this.element.classList.add("gone");
+  }
+
+  // Whether the server no longer has the conversation.
+  get isGone() {
+    return this.element.classList.contains("gone");
+  }
+
   /** @param {Memory} memory @param {Turn[]} turns */
   drawMemory(memory, turns) {
+    this.element.classList.remove("gone");
     [this.memory, this.turns] = [memory, turns];
     if (!turns.some(({ label }) => label === this.selected)) this.selected = null;
     this.strip.draw(memory, turns, this.selected);

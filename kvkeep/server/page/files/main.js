@@ -1,7 +1,7 @@
 // The entry point: routes URL hashes to views.
 
-import { ApiError, get, isReceiving, messageOf, setKey } from "./api.js";
-import { byId, fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
+import { ApiError, BROKEN_OFF, get, isReceiving, messageOf, NO_ANSWER, setKey } from "./api.js";
+import { byId, fill, h, markCurrent, promptDialog, showStatus, statusText } from "./dom.js";
 import { chat } from "./chat.js";
 import { storeDrafts } from "./chat_place.js";
 import { conversations } from "./conversations.js";
@@ -52,7 +52,7 @@ async function showView(focus) {
     document.body.classList.toggle("chatting", isChat);
     const view = await Promise.resolve(loaded).catch(() => {
       hasFailedModule = true;
-      throw new Error("The server does not answer.");
+      throw new Error(NO_ANSWER);
     });
     if (signal.aborted) return;
     await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [], settings });
@@ -97,6 +97,7 @@ function showConnection(connection, state) {
   connection.textContent = state;
   explainGone();
   gone.hidden = isLive;
+  if (isBack && [NO_ANSWER, BROKEN_OFF].includes(statusText() || "")) showStatus("");
   if (isBack && isUnanswered) tryAgain();
 }
 

@@ -207,19 +207,17 @@ export const keptText = (tokens) => `the first ${counted(tokens, "token")} ${tok
 
 const SINKS = 4; // tokens that every text needs at its beginning
 
-/**
- * Returns what to say once when a memory begins to forget.
- * @param {number} lost tokens that are forgotten
- */
-export const nowForgets = (lost) => `Memory is full: the oldest text is forgotten, ${counted(lost, "token")} so far. Pin what must stay.`;
+// Said once when a memory begins to forget. How much is said beside the chat, where it is counted anew.
+export const NOW_FORGETS = "Memory is full: the oldest text is forgotten from now on. Pin what must stay.";
 
 /**
- * Returns why a message was refused that does not fit.
- * @param {Memory} memory
+ * Returns why a message was refused that does not fit, or no answer was begun or continued.
+ * @param {Memory} memory @param {boolean} isMessage
  */
-export function fullText({ cells, max_kv_size, policy }) {
-  const compress = policy === "full" ? "Compress the whole memory (in the memory panel), send" : "Send";
-  return `Memory is full: ${count(cells)} of ${count(max_kv_size || cells)} cells are in use, and policy ${policy} evicts nothing. ${compress} a shorter message, or begin a chat with another policy (New chat, then Settings).`;
+export function fullText({ cells, max_kv_size, policy }, isMessage) {
+  const compress = policy === "full" ? ["Compress the whole memory (in the memory panel)"] : [];
+  const ways = [...compress, ...(isMessage ? ["send a shorter message"] : []), "begin a chat with another policy (New chat, then Settings)"].join(" or ");
+  return `Memory is full: ${count(cells)} of ${count(max_kv_size || cells)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
 }
 
 /**

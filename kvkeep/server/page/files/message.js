@@ -117,11 +117,11 @@ export function openTurn(question, { number, bar } = {}) {
       reasoning += event.reasoning || "";
       timer ||= window.setTimeout(draw, DRAW_EVERY);
     },
-    /** Marks it as one that the server may not have kept. */
-    unconfirm() {
+    /** Marks it as one that the server may not have kept. @param {boolean} isInBox whether its message was put back */
+    unconfirm(isInBox) {
       element.classList.add("unconfirmed");
       progress.hidden = false;
-      progress.textContent = "Not confirmed: the server does not answer. The message is in the box, too.";
+      progress.textContent = `Not confirmed: the server does not answer. ${isInBox ? "The message is in the box, too." : "Once it does, what it kept is shown here."}`;
     },
     finish() {
       clearTimeout(timer);
