@@ -297,6 +297,10 @@ class GenerationStream:
             if on_event is not None:
                 on_event(index, event)
 
+    async def aclose(self) -> None:
+        """Cancel, as `cancel` does; for a response whose client may be gone before it begins."""
+        self.cancel()
+
     def cancel(self) -> None:
         if self._admission is not None:
             self._admission.cancel()

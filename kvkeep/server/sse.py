@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError, api_error_for
 
+OnClose = Callable[[], Awaitable[None]] | None
 DONE = b"data: [DONE]\n\n"  # the last event of a stream of OpenAI's API
 _COMMENT = b": keepalive\n\n"
 _FIRST_SILENCE_SECONDS, _SILENCE_SECONDS = 1.0, 5.0
@@ -35,13 +36,14 @@ def sse_event(data: Any, event_type: str | None = None) -> bytes:
 
 def sse_response(
     events: AsyncIterator[bytes],
+    on_close: OnClose,
     error_event: str | None = None,
     error_body: Callable[[ApiError], dict[str, Any]] = ApiError.openai_body,
     keepalive: bytes = _COMMENT,
 ) -> StreamingResponse:
     """Return a streaming response. error_event, error_body: type and data of an error's event.
 
-    keepalive: what is sent while there are no events.
+    on_close: see `KeepaliveResponse`. keepalive: what is sent while there are no events.
     """
 
     async def events_or_error() -> AsyncIterator[bytes]:
@@ -53,7 +55,7 @@ def sse_response(
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies
     return KeepaliveResponse(
-        events_or_error(), keepalive, media_type="text/event-stream", headers=headers
+        events_or_error(), keepalive, on_close, media_type="text/event-stream", headers=headers
     )
 
 
@@ -63,11 +65,28 @@ class KeepaliveResponse(StreamingResponse):
     Clients and proxies would otherwise give up during a long prefill.
     """
 
-    def __init__(self, content: AsyncIterator[bytes], keepalive: bytes, **options: Any):
-        """content: each item must be a whole event, since keepalives are sent between items."""
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        keepalive: bytes,
+        on_close: OnClose = None,
+        **options: Any,
+    ):
+        """content: each item must be a whole event, since keepalives are sent between items.
+
+        on_close: releases what the content uses, whether it was iterated or not: of a client that
+        is gone before its first item, not even the content's `finally` blocks run.
+        """
         super().__init__(content, **options)
-        self._keepalive = keepalive
+        self._keepalive, self._on_close = keepalive, on_close
         self._last_sent = 0.0  # time of the event loop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._on_close is not None:
+                await asyncio.shield(asyncio.ensure_future(self._on_close()))
 
     async def stream_response(self, send: Send) -> None:
         loop = asyncio.get_running_loop()

@@ -142,3 +142,25 @@ def test_an_answer_is_stopped_by_another_client(slow_server: RunningServer) -> N
     while b"event: error" not in rest or b"}" not in rest.split(b"event: error")[1]:
         rest += connection.recv(1 << 16) or pytest.fail(f"closed after {rest!r}")
     assert b"cancelled" in rest.split(b"event: error")[1]
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/api/chat", "/v1/sessions/brief/turns"])
+def test_a_stream_ends_with_a_client_that_is_gone_before_its_first_event(
+    slow_server: RunningServer, path: str
+) -> None:
+    ends = {str(token): -100 for token in slow_server.service.model.end_token_ids}
+    fields: dict[str, Any] = {"prompt": "a", "input": "a", "content": "a", "logit_bias": ends}
+    fields |= {"messages": [{"role": "user", "content": "a"}], BODIES.get(path, "max_tokens"): 1500}
+    if path == "/api/chat":
+        fields |= {"options": {"num_predict": 1500, "logit_bias": ends}}
+    with slow_server.client() as client:
+        if path.endswith("turns"):
+            client.post("/v1/sessions", json={"name": "brief"}).raise_for_status()
+        for milliseconds in (0, 2, 10):
+            connection = send_request(slow_server, path, {**fields, "stream": True})
+            time.sleep(milliseconds / 1000)
+            connection.close()
+        # It is admitted after those.
+        client.post("/v1/completions", json={"prompt": "b", "max_tokens": 1}).raise_for_status()
+    wait_until(lambda: not busy_records(slow_server))
+    assert not slow_server.service.pending_responses

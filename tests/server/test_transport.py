@@ -249,7 +249,7 @@ def test_events_that_are_ready_are_not_written_to_a_client_that_is_gone(
             yield sse_event(number)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await sse_response(events())(scope, receive, send)
+        await sse_response(events(), None)(scope, receive, send)
 
     server = uvicorn.Server(connection_config(app, port=0, loop="asyncio"))
     thread = threading.Thread(target=server.run)

@@ -69,7 +69,9 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     }
     if body.stream:
         events = _stream_events(stream, request, fields, answer, edited)
-        response = sse_response(events, "error", ApiError.anthropic_body, keepalive=_PING)
+        response = sse_response(
+            *(events, stream.aclose, "error", ApiError.anthropic_body), keepalive=_PING
+        )
         response.headers.update(headers)
         return response
 

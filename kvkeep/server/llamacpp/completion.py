@@ -170,7 +170,7 @@ async def complete(
             stream.cancel()
         raise
     if body.stream:
-        return sse_response(outputs[0].events(streams[0]))
+        return sse_response(outputs[0].events(streams[0]), streams[0].aclose)
     results = await context.collect(*streams)
     responses = [output.response(result) for output, result in zip(outputs, results, strict=True)]
     return responses if body.has_many_prompts else responses[0]

@@ -23,7 +23,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.openai.usage import logprobs_entry
-from kvkeep.server.sse import KeepaliveResponse
+from kvkeep.server.sse import KeepaliveResponse, OnClose
 
 NDJSON: dict[int | str, dict[str, Any]] = {
     200: {
@@ -118,9 +118,12 @@ def _durations(usage: Usage) -> dict[str, int]:
 
 
 def ndjson_response(
-    chunks: AsyncIterator[dict[str, Any]], keepalive: dict[str, Any]
+    chunks: AsyncIterator[dict[str, Any]], on_close: OnClose, keepalive: dict[str, Any]
 ) -> StreamingResponse:
-    """Return a streaming response. keepalive: sent at once, and while there are no chunks."""
+    """Return a streaming response. keepalive: sent at once, and while there are no chunks.
+
+    on_close: see `KeepaliveResponse`.
+    """
 
     async def lines() -> AsyncIterator[bytes]:
         yield _line(keepalive)
@@ -132,7 +135,7 @@ def ndjson_response(
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return KeepaliveResponse(
-        lines(), _line(keepalive), media_type="application/x-ndjson", headers=headers
+        *(lines(), _line(keepalive), on_close), media_type="application/x-ndjson", headers=headers
     )
 
 

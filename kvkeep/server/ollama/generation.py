@@ -122,7 +122,7 @@ async def _response(
     """Return the answer, whole or as a stream. reader: None for plain text."""
     if body.stream is not False:
         chunks = _chunks(stream, answer, reader)
-        return ndjson_response(chunks, answer.chunk(answer.empty()))
+        return ndjson_response(chunks, stream.aclose, answer.chunk(answer.empty()))
     (result,) = await context.collect(stream)
     events = list[OutputEvent]()
     for token in result.tokens:

@@ -60,7 +60,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     ]
     output = _ChatOutput(body, choices, context.tokenizer, common_fields)
     if body.stream:
-        return sse_response(output.events(stream))
+        return sse_response(output.events(stream), stream.aclose)
     return output.response(await context.collect(stream, on_event=output.push))
 
 

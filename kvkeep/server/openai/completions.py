@@ -134,7 +134,7 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     fields = {**usage.completion_fields("cmpl", service), "object": "text_completion"}
     output = _CompletionOutput(body, prompts, tokenizer, fields)
     if body.stream:
-        return sse_response(output.events(stream))
+        return sse_response(output.events(stream), stream.aclose)
     return output.response(await context.collect(stream))
 
 

@@ -66,10 +66,10 @@ async def create(body: ResponsesRequest, context: ContextDep) -> Response | dict
         pending = await _start(body, context)
     except ApiError as error:
         if body.stream and error.code == CONTEXT_LENGTH_CODE:
-            return sse_response(_failed_events(body, error, context))
+            return sse_response(_failed_events(body, error, context), None)
         raise
     if body.stream:
-        return sse_response(_events(pending, context))
+        return sse_response(_events(pending, context), partial(_abandon, pending, context))
     try:
         (result,) = await context.collect(
             pending.stream, on_event=lambda _, event: pending.reading.read(event)
@@ -263,7 +263,7 @@ async def _complete(
 
 async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIterator[bytes]:
     """Yield the events of a stream."""
-    encoder, request, completed = EventEncoder(), pending.request, False
+    encoder, request = EventEncoder(), pending.request
     encode = encoder.encode
     reading, stream, response = pending.reading, pending.stream, pending.response
     try:
@@ -284,7 +284,6 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
                 yield encode(event_type, **fields, **timings)
         finished = stream.results[0].finished
         response = await _complete(pending, finished, context)
-        completed = True
         timings = {"timings": llamacpp_timings(finished.usage)}
         yield encode(f"response.{response['status']}", response=response, **timings)
     except Exception as error:  # the status is already sent: the last events report the error
@@ -292,8 +291,7 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         for data in encoder.failure(response, api_error_for(error)):
             yield data
     finally:
-        if not completed:
-            await asyncio.shield(_abandon(pending, context))
+        await asyncio.shield(_abandon(pending, context))
 
 
 async def _failed_events(
@@ -312,8 +310,10 @@ async def _failed_events(
 
 
 async def _abandon(pending: _PendingResponse, context: RequestContext) -> None:
-    """Cancel a response if it is still in progress, and make its session unnamed."""
-    context.service.pending_responses.pop((context.owner, pending.response["id"]), None)
+    """Cancel a response and make its session unnamed, unless it is complete or abandoned."""
+    key = context.owner, pending.response["id"]
+    if context.service.pending_responses.pop(key, None) is None:
+        return
     pending.stream.cancel()
     if pending.session_name is not None:
         await _remove_name(pending.session_name, context)

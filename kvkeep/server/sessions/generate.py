@@ -251,7 +251,7 @@ async def _respond(
     reader: of a chat's answer; None for text that is returned as it is. extra: more fields.
     """
     if as_stream:
-        return sse_response(_stream_events(stream, reader, extra), error_event="error")
+        return sse_response(_stream_events(stream, reader, extra), stream.aclose, "error")
     (result,) = await context.collect(stream)
     if reader is not None:
         for sampled in result.tokens:

@@ -206,7 +206,7 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
 @router.get("/v1/events", response_model=None, responses=EVENTS)
 async def events(context: ContextDep) -> StreamingResponse:
     """Stream new operations on the owner's sessions."""
-    return sse_response(_operation_events(context, None))
+    return sse_response(_operation_events(context, None), None)
 
 
 @router.get("/v1/operations")
@@ -224,7 +224,7 @@ async def operations(context: ContextDep) -> dict[str, Any]:
 async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
     """Stream new operations on one session."""
     await wrap_future(context.engine.find(name, context.owner))
-    return sse_response(_operation_events(context, name))
+    return sse_response(_operation_events(context, name), None)
 
 
 class ExplainRequest(FeedRequest, AlignmentFields):
