@@ -1,6 +1,7 @@
 """Incremental reading of one JSON value in generated text."""
 
 import json
+import math
 import re
 
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -104,7 +105,7 @@ class JsonText:
         if match.end() == len(text):
             return 0, ""  # it may continue
         word = _WORDS.get(match[0]) or _PYTHON_WORDS.get(match[0])
-        if word is None and _NUMBER.fullmatch(match[0]):
+        if word is None and _NUMBER.fullmatch(match[0]) and _is_finite(match[0]):
             word = match[0]
         if word is None:
             return self._fail()
@@ -134,6 +135,11 @@ class JsonText:
     def _fail(self) -> tuple[int, str]:
         self.failed = True
         return 0, self._comma
+
+
+def _is_finite(number: str) -> bool:
+    """Whether a number can be read as a float, which parsers of clients do; integers always."""
+    return number.lstrip("-").isdigit() or math.isfinite(float(number))
 
 
 def _read_escape(text: str, place: int) -> tuple[int, str]:

@@ -1,6 +1,7 @@
 """Generated answers: their parts, and the events in which they are streamed."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,13 +116,21 @@ def parse_arguments(text: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return {"": text}
     if value is None:
         return {}
     is_usable = isinstance(value, dict) and not is_nested_too_deeply(value)
     return value if is_usable else {"": text}
+
+
+def _finite(number: str) -> float:
+    """Read a number of JSON. Raises ValueError for one that only `Infinity` could stand for."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not finite")
+    return value
 
 
 def arguments_text(call: ToolCall) -> str:

@@ -59,17 +59,21 @@ class AnswerReading:
                 return scanner.rest[:1]
 
     def comes_next(self, *markers: str) -> Steps[tuple[str, int] | None]:
-        """Return the marker that comes next and its length; None if none of them does."""
+        """Return the marker that comes next and its length; None if none of them does.
+
+        A marker that begins another one, as `"` begins `\"\"\"`, must come after it in `markers`.
+        """
         scanner = self.scanner
+        forms = [(marker, form) for marker in markers for form in scanner.forms(marker)]
         while True:
-            may_come = False
-            for marker in markers:
-                for form in scanner.forms(marker):
-                    if scanner.rest.startswith(form):
-                        return marker, len(form)
-                    may_come |= form.startswith(scanner.rest)
+            found, may_come = None, False
+            for marker, form in forms:
+                if scanner.rest.startswith(form):
+                    found = marker, len(form)
+                    break
+                may_come |= form.startswith(scanner.rest)
             if not may_come or not (yield from self.more()):
-                return None
+                return found
 
     def take(self, *markers: str) -> Steps[str | None]:
         """Read one of the markers, if it comes next, and return it."""

@@ -107,6 +107,37 @@ WRITTEN_NAMES = {
 }
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 10**9])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [('"""a\nb"""', "a\nb"), ("'''it's'''", "it's"), ('""', ""), ("''", ""), ('"""a"b"""', 'a"b')],
+)
+def test_strings_of_python_calls_are_read_the_same_in_any_division(
+    value: str, expected: str, size: int
+) -> None:
+    text = f"<function_calls>weather(a={value} )</function_calls>"
+    ((name, arguments, complete),) = described(read(text, "olmo3", size))
+    assert (name, json.loads(arguments), complete) == ("weather", {"a": expected}, True)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1.5e309", "[2, 1E999]"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("hermes", '<tool_call>{{"name": "weather", "arguments": {{"a": {}}}}}</tool_call>'),
+        ("olmo3", "<function_calls>weather(a={})</function_calls>"),
+        ("gemma4", "<|tool_call>call:weather{{a:{}}}<tool_call|>"),
+    ],
+)
+def test_numbers_beyond_the_largest_float_do_not_become_infinity(
+    name: str, form: str, number: str
+) -> None:
+    """JSON has no infinity: what is read as a call can be written as JSON."""
+    output = read(form.format(number), name)
+    for call in output.calls:
+        json.dumps(call.message_part().arguments, allow_nan=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_names_that_models_write_are_those_of_the_tools(form: str) -> None:
     """With or without a module, and with or without the namespace."""
