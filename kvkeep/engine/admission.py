@@ -143,6 +143,8 @@ class Admission:
     ) -> None:
         """Reserve memory for a request's generations. Raises NoRoom."""
         require_own_constraints(samplings, self._samplings_in_progress())
+        for sampling in samplings:
+            sampling.require_vocabulary(prepared.record.live.core.model.spec.vocab_size)
         max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
         new_tokens = None if max_tokens is None else num_evaluated + max_tokens
         self._registry.reserve(prepared.record, new_tokens, len(samplings))

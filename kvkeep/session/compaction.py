@@ -128,11 +128,13 @@ def target_before(core: SessionCore, new_tokens: int, threshold: float) -> int |
     """Return the cells to compact a session to before `new_tokens` more; None if there is room.
 
     There is room up to `threshold`, a part of `max_kv_size`. The target is half of `max_kv_size`,
-    or less for a long text. Policies other than "full" keep to their budget by themselves.
+    or less for a long text. Policies other than "full" keep to their budget by themselves. Of more
+    tokens than `max_kv_size` the session could not hold all, compacted or not: None.
     """
     policy = core.memory.policy
     limit = int(validation.finite_number("threshold", threshold) * policy.max_kv_size)
-    if not isinstance(policy, Full) or core.memory.cache.cells + new_tokens <= limit:
+    has_room = core.memory.cache.cells + new_tokens <= limit
+    if not isinstance(policy, Full) or has_room or new_tokens > policy.max_kv_size:
         return None
     return max(1, min(policy.max_kv_size // 2, limit - new_tokens))
 

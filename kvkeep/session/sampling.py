@@ -98,6 +98,14 @@ class Sampling:
         """Whether the constraint allows no further token, so that generation ends."""
         return bool(getattr(self.constraint, "complete", False))
 
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidArgument if a token of `logit_bias` is none of the vocabulary."""
+        largest_id = max((token for token, _ in self.logit_bias), default=-1)
+        if largest_id >= vocab_size:
+            raise InvalidArgument(
+                f"tokens of logit_bias must be 0 to {vocab_size - 1}; found {largest_id}"
+            )
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -244,6 +252,7 @@ def _apply_top_p_min_p(
 
 def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
     """Return the scores to sample from. logits: `[vocab]` float32, finite, on the CPU."""
+    sampling.require_vocabulary(logits.shape[0])
     scores = _apply_bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
     window = sampling.repetition_window
     has_subtracted_penalty = sampling.presence_penalty or sampling.frequency_penalty
@@ -253,11 +262,6 @@ def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -
 
 
 def _apply_bias(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
-    largest_id, vocab_size = max(token for token, _ in biases), logits.shape[0]
-    if largest_id >= vocab_size:
-        raise InvalidArgument(
-            f"tokens of logit_bias must be 0 to {vocab_size - 1}; found {largest_id}"
-        )
     ids = torch.tensor([token for token, _ in biases], dtype=torch.int64, device="cpu")
     bias_values = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
     return _replace_logits(logits, ids, logits[ids].double() + bias_values)

@@ -56,21 +56,45 @@ def test_a_turn_is_refused_if_another_client_changes_the_session_after_its_compa
     full_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = full_server.service.engine
-    change_in_steps = engine.change_in_steps
+    run_in_steps = engine.run_in_steps
 
-    def change_twice(name: str, owner: str, kind: str, *arguments: Any, **options: Any) -> Any:
-        result = change_in_steps(name, owner, kind, *arguments, **options)
+    def change_twice(function: Any) -> Any:
+        result = run_in_steps(function)
         wait([result])  # a long change refuses others until it ends
-        engine.change(name, owner, "rewind", lambda session: session.rewind(1))
+        engine.change("race", "0", "rewind", lambda session: session.rewind(1))
         return result
 
     with full_server.client() as client:
         client.post("/v1/sessions", json={"name": "race"})
         revision = client.post("/v1/sessions/race/feed", json={"text": LONG * 2}).json()["revision"]
-        monkeypatch.setattr(engine, "change_in_steps", change_twice)
+        monkeypatch.setattr(engine, "run_in_steps", change_twice)
         turn, headers = {"content": "Why?", "max_tokens": 2}, {"If-Match": f'"{revision}"'}
         response = client.post("/v1/sessions/race/turns", json=turn, headers=headers)
         assert response.status_code == 412, response.text
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"content": "Why?", "logit_bias": {"9999999": 1}},
+        {"content": "Why?", "system": "Another one."},
+        {"content": LONG * 8},
+    ],
+    ids=["bias", "system", "size"],
+)
+def test_a_turn_that_is_refused_compacts_nothing(
+    full_server: RunningServer, refused: dict[str, Any]
+) -> None:
+    with full_server.client() as client:
+        created = client.post("/v1/sessions", json={}).json()
+        path = f"/v1/sessions/{created['name']}"
+        before = client.post(f"{path}/feed", json={"text": LONG * 2}).json()
+        response = client.post(f"{path}/turns", json={"max_tokens": 2, **refused})
+        assert response.status_code in (400, 413), response.text
+        after = client.get(path).json()
+    assert [after[field] for field in ("revision", "tokens", "cells")] == [
+        before[field] for field in ("revision", "total_tokens", "total_tokens")
+    ]
 
 
 def test_a_session_is_compacted_by_request_once(full_server: RunningServer) -> None:

@@ -91,6 +91,25 @@ def test_a_different_system_prompt_is_refused(client: httpx.Client) -> None:
     assert client.post(f"/v1/sessions/{name}/turns", json=body).status_code == 400
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [("turns", {"content": "Hi", "system": "Be brief."}), ("generate", {"text": "A text"})],
+)
+def test_a_bias_of_no_token_is_refused_before_the_session_changes(
+    client: httpx.Client, route: str, fields: dict[str, object], begun: bool
+) -> None:
+    name = new_session(client)
+    if begun:
+        take_turn(client, name, "Hi", max_tokens=2, system="Be brief.")
+    before = client.get(f"/v1/sessions/{name}/memory").json()
+    body = {**fields, "max_tokens": 2, "logit_bias": {"9999999": 1}}
+    refused = client.post(f"/v1/sessions/{name}/{route}", json=body)
+    assert refused.status_code == 400, refused.text
+    assert "logit_bias" in refused.text
+    assert client.get(f"/v1/sessions/{name}/memory").json() == before
+
+
 def test_a_cancelled_reply_belongs_to_its_turn(client: httpx.Client) -> None:
     """The cancelled reply has its span, and the next turn closes it."""
     name = new_session(client)

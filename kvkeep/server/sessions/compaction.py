@@ -1,12 +1,13 @@
 """Compaction of a session: by request, and before a turn that would exceed the threshold."""
 
 from asyncio import wrap_future
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import SessionRecord
+from kvkeep.engine import SessionOperations, SessionRecord
 from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import RequestBody
@@ -56,10 +57,11 @@ async def compact(body: CompactRequest, context: SessionDep) -> Response:
 
 
 async def compact_before_turn(
-    context: SessionContext, new_tokens: int
+    context: SessionContext, new_tokens: int, require: Callable[[SessionRecord], None]
 ) -> tuple[CompactionReport | None, int | None]:
     """Compact the session if a turn of `new_tokens` would exceed the server's threshold.
 
+    require: raises InvalidArgument for a turn that will be refused: then nothing is compacted.
     Returns the report, None if there was nothing to do, and the revision that the session must
     have for the turn. What was done is named in the response's headers.
     """
@@ -68,21 +70,24 @@ async def compact_before_turn(
         return None, context.revision
 
     def exceeds(record: SessionRecord) -> bool:
+        require(record)
         return target_before(record.live.core, new_tokens, threshold) is not None
 
     def apply(session: Session) -> CompactionReport | None:
         progress, calibration = context.engine.yield_turn, model.calibration
         return session.compact_before(new_tokens, threshold, calibration, progress)
 
+    def change(operations: SessionOperations) -> tuple[CompactionReport | None, int]:
+        arguments = (context.name, context.owner, "compact", apply, context.revision)
+        report = operations.change(*arguments)
+        return report, operations.find(context.name, context.owner).revision
+
     if not await context.inspect(context.name, exceeds):
         return None, context.revision
-    engine = context.engine
-    arguments = (context.name, context.owner, "compact", apply, context.revision)
-    report = await wrap_future(engine.change_in_steps(*arguments))
+    report, revision = await wrap_future(context.engine.run_in_steps(change))
     if report is not None:
         context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
-    # Not the present revision: another client may have changed the session since.
-    return report, None if context.revision is None else context.revision + 1
+    return report, None if context.revision is None else revision
 
 
 def report_fields(report: CompactionReport) -> dict[str, Any]:

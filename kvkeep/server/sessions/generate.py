@@ -153,8 +153,12 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
     def most_tokens(record: SessionRecord) -> int:
         return new_tokens + body.max_tokens if record.live.tokens else 0
 
+    def require_fit(record: SessionRecord) -> None:
+        sampling.require_vocabulary(model.spec.vocab_size)
+        _require_system(record, body.system)
+
     request = SessionRequest(partial(_turn_request, model, body, sampling), most_tokens)
-    report, revision = await compact_before_turn(context, new_tokens)
+    report, revision = await compact_before_turn(context, new_tokens, require_fit)
     context = replace(context, revision=revision)
     extra = {} if report is None else {"compaction": report_fields(report)}
     stream = await context.generate(request, context.name, context.revision, body.detached)
@@ -172,6 +176,7 @@ def _turn_request(
     model: Model, body: TurnRequest, sampling: Sampling, record: SessionRecord
 ) -> GenerationRequest:
     """Begin a turn in a session, and return the request for its reply, or for more of it."""
+    sampling.require_vocabulary(model.spec.vocab_size)
     chat, question = _conversation(model, record, body.system), body.content
     if question is None:
         chat.reopen_turn()
@@ -203,19 +208,28 @@ def _turn_request(
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
     """Return the session's chat, which its notes describe. system: of a new chat."""
-    session, current_system = record.live, record.notes.get(CHAT_NOTES_KEY, {}).get("system")
-    if not session.tokens:
-        if system is not None:
-            current_system = system
-            _keep_system_prompt(model, session, system)
-    elif system not in (None, current_system):
+    _require_system(record, system)
+    session, current_system = record.live, _system_prompt(record)
+    if not session.tokens and system is not None:
+        current_system = system
+        _keep_system_prompt(model, session, system)
+    chat = Conversation(session, model.text, model.end_token_ids, current_system)
+    record.notes = {**record.notes, CHAT_NOTES_KEY: chat.notes}
+    return chat
+
+
+def _require_system(record: SessionRecord, system: str | None) -> None:
+    """Raise InvalidArgument if a chat has begun with another system prompt. system: of a turn."""
+    if record.live.tokens and system not in (None, _system_prompt(record)):
         raise InvalidArgument(
             "this chat already started with another system prompt, or without one: leave system "
             "out, edit the span 'system text', or create a new session"
         )
-    chat = Conversation(session, model.text, model.end_token_ids, current_system)
-    record.notes = {**record.notes, CHAT_NOTES_KEY: chat.notes}
-    return chat
+
+
+def _system_prompt(record: SessionRecord) -> str | None:
+    prompt: str | None = record.notes.get(CHAT_NOTES_KEY, {}).get("system")
+    return prompt
 
 
 def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
