@@ -25,7 +25,7 @@ from kvkeep.fleet.leases import LeasedSession, SessionLeases
 from kvkeep.fleet.pins import SharedPins
 from kvkeep.fleet.session_target import parse_json_object, require_new_name, session_target
 from kvkeep.server.errors import ApiError, api_error_for
-from kvkeep.server.idempotency import key_reused_error, read_body
+from kvkeep.server.idempotency import key_reused_error, read_body, response_too_long_error
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
 from kvkeep.server.sessions.pins import pin_entry
 from kvkeep.server.sse import sse_event
@@ -246,13 +246,7 @@ async def _repeat_response(leased: LeasedSession, exchange: Exchange) -> bool:
     if recorded.request != exchange.request_digest:
         raise key_reused_error()
     if recorded.body is None:
-        raise ApiError(
-            409,
-            "the request with this key has completed, but its response was too long to store: "
-            "fetch the session",
-            "conflict_error",
-            "key_answered",
-        )
+        raise response_too_long_error()
     await recorded.send(exchange.response)
     return True
 

@@ -1,7 +1,8 @@
 """Idempotent changes of sessions: a request repeated with its `Idempotency-Key` runs once.
 
 As in the IETF draft of that header: a client that repeats a request because the response was lost
-receives the first response again. The newest 1,000 keys are remembered, in this process only.
+receives the first response again, or status 409 if that was too large to be kept. The newest 1,000
+keys are remembered, in this process only.
 
 A request whose connection is lost goes on for a while, so that a retry finds it whole. A stream
 ends at once: its client has seen a part of it, and closes the connection to cancel the rest.
@@ -37,9 +38,15 @@ class _KeyedRequest:
     owner_and_key: tuple[str, str]
     request_digest: str  # of method, path and body: a repeated request has the same
     response_messages: list[Message] = field(default_factory=list)
-    response_complete: bool = False  # whether `response_messages` are all of it
+    response_complete: bool = False  # whether it was sent to its end
+    response_bytes: int = 0
     is_stream: bool = False
     retry_deadline: float = 0.0  # of time.monotonic(), once the client is gone
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether not all messages of the response are kept."""
+        return self.response_bytes > _MAX_RESPONSE_BYTES
 
     def expect_retry(self) -> None:
         self.retry_deadline = time.monotonic() + _RETRY_SECONDS
@@ -93,6 +100,8 @@ class IdempotencyMiddleware:
             earlier_request.expect_retry()
             message = "the request with this Idempotency-Key is still running"
             raise ApiError(409, message, "conflict_error", "key_at_work", retry_after=1.0)
+        elif earlier_request.is_too_large:
+            raise response_too_long_error()
         else:
             for response_message in earlier_request.response_messages:
                 await send(dict(response_message))
@@ -102,7 +111,6 @@ class IdempotencyMiddleware:
     ) -> None:
         """Run a request, and remember its response unless a retry may succeed."""
         self._requests[request.owner_and_key] = request
-        response_bytes = 0
 
         async def receive_while_awaited() -> Message:
             message = await receive()
@@ -113,15 +121,14 @@ class IdempotencyMiddleware:
             return message
 
         async def record_and_send(message: Message) -> None:
-            nonlocal response_bytes
             if message["type"] == "http.response.start":
                 content_type = dict(message.get("headers", ())).get(b"content-type", b"")
                 request.is_stream = content_type.startswith(b"text/event-stream")
-            response_bytes += len(message.get("body", b""))
-            if response_bytes <= _MAX_RESPONSE_BYTES:
+            request.response_bytes += len(message.get("body", b""))
+            if not request.is_too_large:
                 request.response_messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                request.response_complete = response_bytes <= _MAX_RESPONSE_BYTES
+                request.response_complete = True
             await send(message)
 
         try:
@@ -130,12 +137,19 @@ class IdempotencyMiddleware:
             status = request.response_messages[0]["status"] if request.response_messages else 503
             if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:
                 self._requests.pop(request.owner_and_key, None)
+            elif request.is_too_large:
+                request.response_messages.clear()
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
 
 
 def bad_key_error() -> ApiError:
     return ApiError(400, f"an Idempotency-Key must have 1 to {MAX_KEY_LENGTH} characters")
+
+
+def response_too_long_error() -> ApiError:
+    message = "the request with this key has completed, but its response was too long to store"
+    return ApiError(409, f"{message}: fetch the session", "conflict_error", "key_answered")
 
 
 def key_reused_error() -> ApiError:

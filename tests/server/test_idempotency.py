@@ -48,6 +48,19 @@ def test_a_repeated_request_gets_the_first_stream(client: httpx.Client) -> None:
     assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_request_whose_response_is_too_long_is_not_carried_out_again(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("kvkeep.server.idempotency._MAX_RESPONSE_BYTES", 100)
+    name = new_session(client)
+    first, second = (feed(client, name, "a", tokens=[5, 6, 7], stream=stream) for _ in range(2))
+    assert first.status_code == 200, first.text
+    assert (second.status_code, second.json()["error"]["code"]) == (409, "key_answered")
+    assert feed(client, name, "a", tokens=[5]).json()["error"]["code"] == "key_reused"
+    assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 3
+
+
 def test_a_key_cannot_be_reused_for_another_request(client: httpx.Client) -> None:
     name = new_session(client)
     feed(client, name, "a", tokens=[5])
