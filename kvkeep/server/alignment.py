@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvkeep.engine import Usage
 from kvkeep.server.limits import MAX_TOKENS
-from kvkeep.server.schemas import RequestBody
+from kvkeep.server.schemas import RequestBody, StrictBody
 from kvkeep.server.service import RequestContext
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.types import AlignmentMode
@@ -16,10 +16,8 @@ from kvkeep.types import AlignmentMode
 _Count = Annotated[int | None, Field(ge=0, le=MAX_TOKENS)]
 
 
-class AlignmentParams(RequestBody):
+class AlignmentParams(StrictBody):
     """The field `alignment` in full. Counts that are missing are the server's."""
-
-    model_config = ConfigDict(extra="forbid")  # a misspelt count would be ignored
 
     mode: AlignmentMode
     min_saved: _Count = None

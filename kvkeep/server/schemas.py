@@ -85,6 +85,12 @@ class RequestBody(BaseModel):
         return schema
 
 
+class StrictBody(RequestBody):
+    """A body of kvkeep's own API. Unknown fields are refused: a misspelt one would be ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 def _require_encodable_members(value: Mapping[str, Any]) -> None:
     """Raise ValueError for a text or a number that no JSON can hold.
 

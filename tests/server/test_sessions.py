@@ -444,3 +444,37 @@ def test_token_texts_join_to_the_whole_text(client: httpx.Client, smollm2: Model
         result = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
         assert result == pieces[start:]
     client.delete(f"/v1/sessions/{name}")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "", {"max_kv_sise": 64}),
+        ("POST", "", {"from_snapshot": "strict", "policy": "full"}),
+        ("PUT", "/title", {"titel": "New"}),
+        ("POST", "/fork", {"att": 4}),
+        ("POST", "/edit", {"op": "replace", "start": 1, "end": 3}),
+        ("POST", "/edit", {"op": "replace", "start": 1, "end": 3, "txt": "a"}),
+        ("POST", "/edit", {"op": "replace", "start": 1, "end": 3, "text": "a", "tokens": [5]}),
+        ("POST", "/edit", {"op": "delete", "start": 1, "end": 3, "recompte": "suffix"}),
+        ("POST", "/edit", {"op": "delete", "start": 1, "end": 3, "text": "a"}),
+        ("POST", "/edit", {"op": "delete", "start": 1, "end": 3, "at": 2}),
+        ("POST", "/edit", {"op": "insert", "text": "a"}),
+        ("POST", "/edit", {"op": "insert", "at": 1, "start": 1, "text": "a"}),
+        ("POST", "/pin", {"span": "all", "end": 3}),
+        ("POST", "/compact", {"target": 1.5}),
+        ("POST", "/compress", {"ration": 8}),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(
+    client: httpx.Client, method: str, path: str, body: dict[str, Any]
+) -> None:
+    client.post("/v1/sessions", json={"name": "strict", "title": "Old"})
+    client.post("/v1/sessions/strict/feed", json={"tokens": [5, 6, 7, 8]})
+    client.post("/v1/sessions/strict/spans", json={"name": "all", "start": 0, "end": 4})
+    client.post("/v1/sessions/strict/snapshot", json={"name": "strict"})
+    before = client.get("/v1/sessions").json()
+    target = f"/v1/sessions/strict{path}" if path else "/v1/sessions"
+    response = client.request(method, target, json=body)
+    assert response.status_code == 400, response.text
+    assert client.get("/v1/sessions").json() == before

@@ -8,9 +8,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import SessionOperations, SessionRecord
+from kvkeep.errors import InvalidArgument
 from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import ShortText
-from kvkeep.server.schemas import RequestBody
+from kvkeep.server.schemas import StrictBody
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, TokenCount
 from kvkeep.session.compaction import (
     COMPACTION_STEPS,
@@ -24,7 +25,7 @@ from kvkeep.session.session import Session
 router = body_router()
 
 
-class CompactRequest(RequestBody):
+class CompactRequest(StrictBody):
     """The target, a number of cells or a part of `max_kv_size`, and what stays."""
 
     target: Annotated[float, Field(gt=0, le=2**40)] = 0.5
@@ -39,6 +40,11 @@ class CompactRequest(RequestBody):
 async def compact(body: CompactRequest, context: SessionDep) -> Response:
     """Delete old tool results and reasoning and compress what is old, until `target` is reached."""
     target = body.target if body.target < 1 else int(body.target)
+    if body.target > 1 and target != body.target:
+        raise InvalidArgument(
+            "target must be a number of cells, or below 1 and a part of max_kv_size; "
+            f"found {body.target}"
+        )
 
     def apply(session: Session) -> dict[str, Any]:
         report = session.compact(

@@ -4,21 +4,21 @@ import dataclasses
 from asyncio import to_thread
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import LongText, TokenIds
-from kvkeep.server.schemas import RequestBody
+from kvkeep.server.schemas import StrictBody
 from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenCount, TokenIndex
 from kvkeep.session.session import Session
 
 router = body_router()
 
 
-class RangeRequest(RequestBody):
+class RangeRequest(StrictBody):
     """Tokens `start ... end - 1`, or a span by its name."""
 
     start: TokenIndex | None = None
@@ -27,7 +27,7 @@ class RangeRequest(RequestBody):
 
     def range_arguments(self) -> tuple[int | str, int | None]:
         """Return the range for `Session.delete` and others: start and end, or span and None."""
-        if self.span is not None and self.start is None:
+        if self.span is not None and self.start is None and self.end is None:
             return self.span, None
         if self.start is None or self.span is not None:
             raise InvalidArgument("use start and end, or span")
@@ -41,18 +41,29 @@ class EditRequest(RangeRequest):
     tokens: TokenIds | None = None
     recompute: Literal["none", "suffix"] = "none"
 
+    @model_validator(mode="after")
+    def _check_fields(self) -> "EditRequest":
+        """Refuse fields of another operation, of which one would be ignored."""
+        given = [name for name in ("text", "tokens") if getattr(self, name) is not None]
+        if len(given) != (self.op != "delete"):
+            raise ValueError("insert and replace need text or tokens; delete takes neither")
+        has_range = not (self.start is None and self.end is None and self.span is None)
+        if (self.at is not None) != (self.op == "insert") or has_range == (self.op == "insert"):
+            raise ValueError("insert needs at; delete and replace need start and end, or span")
+        return self
 
-class SpanRequest(RequestBody):
+
+class SpanRequest(StrictBody):
     name: SpanName
     start: TokenIndex
     end: TokenIndex
 
 
-class RewindRequest(RequestBody):
+class RewindRequest(StrictBody):
     count: TokenCount
 
 
-class CompressRequest(RequestBody):
+class CompressRequest(StrictBody):
     ratio: Annotated[float, Field(gt=1, le=1000)] = 4.0
     method: Annotated[str | None, Field(max_length=40)] = None
     budget: Literal["heads", "uniform"] | None = None
@@ -70,8 +81,7 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
 
     def apply(session: Session) -> dict[str, Any]:
         if body.op == "insert":
-            if body.at is None:
-                raise InvalidArgument("an insert needs at: the token before which to insert")
+            assert body.at is not None, "`_check_fields` requires it"
             report = session.insert(body.at, new_ids, body.recompute, progress=progress)
         elif body.op == "delete":
             report = session.delete(*body.range_arguments(), body.recompute, progress)

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 from kvkeep.chat.compaction_items import is_handle
 from kvkeep.engine import Engine, SessionOperations
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
-from kvkeep.errors import StoreError
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import MAX_TOKENS
-from kvkeep.server.schemas import RequestBody
+from kvkeep.server.schemas import StrictBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import (
     NAME_PATTERN,
@@ -34,7 +34,7 @@ _PositiveCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _Bits = Literal["8", "8/4", "4", 8, 4]
 
 
-class CreateSessionRequest(RequestBody):
+class CreateSessionRequest(StrictBody):
     """Settings of a new session, as in Python; the server's settings are the defaults."""
 
     name: _Name | None = None
@@ -53,42 +53,46 @@ class CreateSessionRequest(RequestBody):
 
     def settings(self) -> dict[str, Any]:
         """Return the given settings. With a policy, the server's policy settings do not apply."""
-        not_settings = {"name", "title", "from_snapshot", *(self.model_extra or {})}
+        not_settings = {"name", "title", "from_snapshot"}
         settings = self.model_dump(exclude=not_settings, exclude_none=True)
+        if settings and self.from_snapshot is not None:
+            raise InvalidArgument(
+                f"a session from a snapshot has the snapshot's settings: leave out {[*settings]}"
+            )
         return {**_UNSET_POLICY_SETTINGS, **settings} if self.policy else settings
 
 
 _UNSET_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
 
 
-class ForkRequest(RequestBody):
+class ForkRequest(StrictBody):
     name: _Name | None = None
     title: _Title | None = None
     at: TokenIndex | None = None
 
 
-class SnapshotRequest(RequestBody):
+class SnapshotRequest(StrictBody):
     name: _Name
 
 
-class RestoreRequest(RequestBody):
+class RestoreRequest(StrictBody):
     name: _Name | None = None
 
 
-class ResidentRequest(RequestBody):
+class ResidentRequest(StrictBody):
     resident: bool
 
 
-class TitleRequest(RequestBody):
+class TitleRequest(StrictBody):
     title: _Title | None = None
 
 
 @router.post("/v1/sessions", status_code=201, response_model=None)
 async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
+    owner, settings = context.owner, body.settings()
     if body.from_snapshot is not None:
         return await _restore(body.from_snapshot, body.name, body.title, context)
-    owner, settings = context.owner, body.settings()
 
     def apply(operations: SessionOperations) -> Response:
         record = operations.create(owner, body.name, title=body.title, **settings)
