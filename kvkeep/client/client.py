@@ -13,7 +13,15 @@ from typing import Any
 import httpx
 
 from kvkeep import errors
-from kvkeep.client.remote import ApiClient, ApiRequest, FromJson, RemoteSession, Text, text_fields
+from kvkeep.client.remote import (
+    ApiClient,
+    ApiRequest,
+    FromJson,
+    RemoteSession,
+    Text,
+    path_segment,
+    text_fields,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
@@ -29,7 +37,10 @@ class _StillRunning(errors.Busy):
 
 _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the response
     "session_not_found": errors.NoSuchSession,
+    "pin_not_found": errors.NoSuchPin,
     "session_busy": errors.Busy,
+    "held": errors.Busy,  # by another server of a fleet
+    "moved": errors.Busy,
     "key_at_work": _StillRunning,
     "wrong_revision": errors.WrongRevision,
     "context_length_exceeded": errors.ContextFull,
@@ -56,7 +67,8 @@ class _BaseClient(ApiClient):
 
     def delete(self, name: str, revision: int | None = None) -> Any:
         """Delete a session, on disk too."""
-        return self.send(ApiRequest("DELETE", f"/v1/sessions/{name}", revision=revision))
+        path = f"/v1/sessions/{path_segment(name)}"
+        return self.send(ApiRequest("DELETE", path, revision=revision))
 
     def snapshots(self) -> Any:
         """List snapshots."""
@@ -64,11 +76,11 @@ class _BaseClient(ApiClient):
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
         """Return a new RemoteSession that continues, to the bit, from a snapshot."""
-        path = f"/v1/snapshots/{snapshot}/restore"
+        path = f"/v1/snapshots/{path_segment(snapshot)}/restore"
         return self.send(ApiRequest("POST", path, {"name": name}), self._remote_session)
 
     def delete_snapshot(self, snapshot: str) -> Any:
-        return self.send(ApiRequest("DELETE", f"/v1/snapshots/{snapshot}"))
+        return self.send(ApiRequest("DELETE", f"/v1/snapshots/{path_segment(snapshot)}"))
 
     def explain(self, text: Text) -> Any:
         """Report how many tokens of a prompt would be reused, and why not more."""
@@ -83,7 +95,7 @@ class _BaseClient(ApiClient):
         return self.send(ApiRequest("GET", "/v1/prefix/pins"), _get_data)
 
     def release_pin(self, pin_id: str) -> Any:
-        return self.send(ApiRequest("DELETE", f"/v1/prefix/pins/{pin_id}"))
+        return self.send(ApiRequest("DELETE", f"/v1/prefix/pins/{path_segment(pin_id)}"))
 
     def operations(self) -> Any:
         """List recent operations, the newest first."""
@@ -135,9 +147,8 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
             if not response.is_success:
                 response.read()
                 _json_or_error(response)
-            for line in response.iter_lines():
-                if event := parser.push(line):
-                    yield event
+            for data in response.iter_bytes():
+                yield from parser.push(data)
 
 
 class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
@@ -168,8 +179,8 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
                 if not response.is_success:
                     await response.aread()
                     _json_or_error(response)
-                async for line in response.aiter_lines():
-                    if event := parser.push(line):
+                async for data in response.aiter_bytes():
+                    for event in parser.push(data):
                         yield event
 
 
@@ -219,24 +230,39 @@ def _json_or_error(response: httpx.Response) -> Any:
         message, code = str(error["message"]), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
         message, code = f"the server answered with status {response.status_code}", None
-    if response.status_code == 429:
-        seconds = response.headers.get("Retry-After", "")
-        raise errors.NoRoom(message, float(seconds) if re.fullmatch("[0-9]+", seconds) else 1.0)
+    seconds = response.headers.get("Retry-After", "")
+    retry_after = float(seconds) if re.fullmatch("[0-9]+", seconds) else 1.0
+    raise _error_for(message, code, response.status_code, retry_after)
+
+
+def _error_for(message: str, code: object, status: object, retry_after: float) -> Exception:
+    """Return the engine's error that a server reports. retry_after: seconds."""
+    if status == 429:
+        return errors.NoRoom(message, retry_after)
     if code == "too_large":
-        raise errors.NoRoom(message, math.inf)
-    is_rejected = response.status_code in (400, 404)
-    default_type = errors.InvalidArgument if is_rejected else errors.ServerError
-    raise _ERROR_TYPES.get(code, default_type)(message)
+        return errors.NoRoom(message, math.inf)
+    default_type = errors.InvalidArgument if status in (400, 404) else errors.ServerError
+    return _ERROR_TYPES.get(code, default_type)(message)
 
 
 class _EventParser:
-    """Parses the lines of a stream of server-sent events."""
+    """Parses the bytes of a stream of server-sent events."""
 
     def __init__(self) -> None:
+        self._line = bytearray()  # so far
         self._name, self._data = "message", list[str]()
 
-    def push(self, line: str) -> ServerEvent | None:
-        """Return the event if this line ends one. Raises ServerError for an error event."""
+    def push(self, data: bytes) -> Iterator[ServerEvent]:
+        """Yield the events that end in these bytes. Raises the error of an error event."""
+        first, *others = data.split(b"\n")  # a text in an event may have other ends of lines
+        self._line += first
+        for start in others:
+            if event := self._push_line(self._line.decode().removesuffix("\r")):
+                yield event
+            self._line = bytearray(start)
+
+    def _push_line(self, line: str) -> ServerEvent | None:
+        """Return the event if this line ends one."""
         if line.startswith("event:"):
             self._name = line[6:].strip()
         elif line.startswith("data:"):
@@ -246,5 +272,7 @@ class _EventParser:
         name, data = self._name, json.loads("\n".join(self._data))
         self._name, self._data = "message", []
         if name == "error":
-            raise errors.ServerError(data["error"]["message"])
+            error = data["error"]
+            code = error.get("code")  # the status, if the error has none
+            raise _error_for(error["message"], code, code, retry_after=1.0)
         return name, data

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from kvkeep.errors import InvalidArgument
 
@@ -209,7 +210,7 @@ class RemoteSession:
         return self._client.send(ApiRequest("PUT", self._path("/title"), body, revision))
 
     def _path(self, subpath: str) -> str:
-        return f"/v1/sessions/{self.name}{subpath}"
+        return f"/v1/sessions/{path_segment(self.name)}{subpath}"
 
     def _get(self, subpath: str, **params: Any) -> Any:
         return self._client.send(ApiRequest("GET", self._path(subpath), params=params))
@@ -220,6 +221,13 @@ class RemoteSession:
     def _stream(self, subpath: str, revision: int | None, /, **body: Any) -> Any:
         body = {**body, "stream": True}
         return self._client.stream(ApiRequest("POST", self._path(subpath), body, revision))
+
+
+def path_segment(name: str) -> str:
+    """Return a name as one segment of a URL's path. Raises InvalidArgument if it cannot be one."""
+    if name in ("", ".", "..") or "/" in name:  # servers would read another path
+        raise InvalidArgument(f"{name!r:.120} is not a valid name")
+    return quote(name, safe="")
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,22 @@ JSON_OR_EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def json_line(data: Any) -> str:
+    """Return a JSON value as text in which no client finds the end of a line.
+
+    Some split streams as `str.splitlines` does, also at U+0085, U+2028 and U+2029, which JSON
+    permits in its texts.
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "\x85\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
 def sse_event(data: Any, event_type: str | None = None) -> bytes:
     """Encode an event. data: a JSON value. event_type: for APIs that have types."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     event_line = f"event: {event_type}\n" if event_type else ""
-    return f"{event_line}data: {text}\n\n".encode()
+    return f"{event_line}data: {json_line(data)}\n\n".encode()
 
 
 def sse_response(

@@ -236,6 +236,12 @@ def test_requests_that_the_model_cannot_answer_are_refused_at_the_start(
     assert out.read_bytes() == b""
 
 
+def test_a_text_may_have_characters_that_end_lines_elsewhere(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\n', encoding="utf-8")
+    assert [request.body["prompt"] for request in read_jsonl(source)] == ["a\u2028b\x85c", "d"]
+
+
 def test_a_limit_of_minus_1_is_no_limit(tmp_path: Path, smollm2: Model) -> None:
     fields = [{"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_tokens": 5}]
     lines = [{"prompt": f"Hi {n}", **limit} for n, limit in enumerate(fields)]

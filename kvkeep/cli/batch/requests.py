@@ -110,7 +110,7 @@ def read_jsonl(path: Path) -> list[BatchRequest]:
     """Read a request from each line that is not empty. Raises InvalidArgument, naming the line."""
     requests = [
         _parse_line(line, line_number, f"{path}, line {line_number}")
-        for line_number, line in enumerate(read_text_file(path).splitlines(), 1)
+        for line_number, line in enumerate(read_text_file(path).split("\n"), 1)
         if line.strip()
     ]
     _check_requests(requests, path)

@@ -23,7 +23,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.openai.usage import logprobs_entry
-from kvkeep.server.sse import KeepaliveResponse, OnClose
+from kvkeep.server.sse import KeepaliveResponse, OnClose, json_line
 
 NDJSON: dict[int | str, dict[str, Any]] = {
     200: {
@@ -140,4 +140,4 @@ def ndjson_response(
 
 
 def _line(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+    return f"{json_line(fields)}\n".encode()
