@@ -1,6 +1,5 @@
 """The ASGI application: all APIs and the web UI over one service; health and metrics."""
 
-import logging
 from asyncio import wrap_future
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -8,21 +7,22 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from kvkeep.engine import Totals
-from kvkeep.errors import KvkeepError
 from kvkeep.server import embeddings
 from kvkeep.server.anthropic import messages as anthropic
-from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for
+from kvkeep.server.errors import (
+    ERROR_RESPONSES,
+    EXPECTED_ERRORS,
+    logged_api_error,
+)
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.llamacpp import auxiliary, completion, infill
 from kvkeep.server.notices import (
@@ -49,7 +49,6 @@ from kvkeep.server.sessions import (
 from kvkeep.server.transport import TransportMiddleware
 from kvkeep.version import __version__
 
-_log = logging.getLogger("kvkeep.server")
 _API_MODULES = (
     *(
         response_compaction,
@@ -66,7 +65,6 @@ _API_MODULES = (
     *(lifecycle, generate, editing, aligning, compaction, views, pins),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
-_EXPECTED_ERRORS = (ApiError, KvkeepError, RequestValidationError, HTTPException)
 # Headers of responses that browsers may show to pages of allowed origins.
 EXPOSED_HEADERS = (IGNORED_HEADER, WARNING_HEADER, RULES_HEADER, "Retry-After", "ETag")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -103,7 +101,7 @@ def application(
     for router in (_router, *(module.router for module in _API_MODULES), _page_router):
         app.include_router(router)
     app.mount("/page", GZipMiddleware(StaticFiles(directory=_PAGE_FOLDER)))
-    for error_type in (*_EXPECTED_ERRORS, Exception):
+    for error_type in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
     inner_app: Any = TransportMiddleware(middleware(NoticesMiddleware(app)))
     if origins:
@@ -200,6 +198,5 @@ class _EngineCollector(Collector):
 
 
 async def _error_response(request: HttpRequest, error: Exception) -> JSONResponse:
-    if not isinstance(error, _EXPECTED_ERRORS):
-        _log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return api_error_for(error).response(request.url.path)
+    path = request.url.path
+    return logged_api_error(error, f"{request.method} {path}").response(path)

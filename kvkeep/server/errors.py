@@ -1,5 +1,6 @@
 """Errors as HTTP clients see them: status, body in the form of each API, and OpenAPI schema."""
 
+import logging
 import math
 import re
 import time
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from kvkeep import errors
 
+_log = logging.getLogger("kvkeep.server")
 CONTEXT_LENGTH_CODE = "context_length_exceeded"
 ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATHS = "/api/"  # the beginning of the paths of Ollama's API
@@ -84,6 +86,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(path), self.status, headers)
 
 
+# The types of errors that are not logged: their messages say what a client has to know.
+EXPECTED_ERRORS = (ApiError, errors.KvkeepError, RequestValidationError, HTTPException)
+
+
 def api_error_for(error: BaseException) -> ApiError:
     """Return the error response for an exception; unknown exceptions reveal no internals."""
     message = str(error)
@@ -125,6 +131,16 @@ def api_error_for(error: BaseException) -> ApiError:
         case errors.KvkeepError():
             return ApiError(500, message, "server_error")
     return ApiError(500, "internal server error; see the server's log", "server_error")
+
+
+def logged_api_error(error: Exception, place: str) -> ApiError:
+    """Return the error response for an exception, and log one that is not expected.
+
+    place: where it was raised, in words.
+    """
+    if not isinstance(error, EXPECTED_ERRORS):
+        _log.error("%s", place, exc_info=error)
+    return api_error_for(error)
 
 
 def _malformed_request_error(details: Sequence[Any]) -> ApiError:

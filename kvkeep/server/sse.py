@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from kvkeep.server.errors import ApiError, api_error_for
+from kvkeep.server.errors import ApiError, logged_api_error
 
 OnClose = Callable[[], Awaitable[None]] | None
 DONE = b"data: [DONE]\n\n"  # the last event of a stream of OpenAI's API
@@ -62,7 +62,8 @@ def sse_response(
             async for event in events:
                 yield event
         except Exception as error:  # the status is already sent
-            yield sse_event(error_body(api_error_for(error)), error_event)
+            api_error = logged_api_error(error, "a stream of events failed")
+            yield sse_event(error_body(api_error), error_event)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies
     return KeepaliveResponse(

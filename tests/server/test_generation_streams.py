@@ -1,9 +1,14 @@
-"""Streams of generations, apart from a server."""
+"""Streams of generations that fail."""
 
 import asyncio
 import gc
+import logging
 from typing import Any
 
+import pytest
+from server.conftest import ScriptedServer
+
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Generation
 from kvkeep.errors import NoRoom
 from kvkeep.server.service import GenerationStream
@@ -29,3 +34,36 @@ def test_a_refused_admission_that_is_not_awaited_is_no_error_of_the_loop() -> No
 
     asyncio.run(run())
     assert not problems
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/api/chat", {"messages": MESSAGES}),
+    ],
+)
+def test_an_unexpected_error_in_a_stream_is_logged(
+    scripted: ScriptedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise ZeroDivisionError("a fault of the server")
+
+    scripted.write("Hello")
+    monkeypatch.setattr(OutputReader, "push", fail)
+    with caplog.at_level(logging.ERROR), scripted.client() as client:
+        response = client.post(path, json={**body, "stream": True})
+    assert "see the server's log" in response.text
+    assert "a fault of the server" not in response.text
+    (record,) = caplog.records
+    assert "failed" in record.message
+    assert "ZeroDivisionError: a fault of the server" in caplog.text

@@ -21,7 +21,7 @@ from kvkeep.chat.output import (
 from kvkeep.engine import Finished, GeneratedToken, Usage
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
-from kvkeep.server.errors import api_error_for
+from kvkeep.server.errors import logged_api_error
 from kvkeep.server.openai.usage import logprobs_entry
 from kvkeep.server.sse import KeepaliveResponse, OnClose, json_line
 
@@ -131,7 +131,7 @@ def ndjson_response(
             async for chunk in chunks:
                 yield _line(chunk)
         except Exception as error:  # the status is already sent
-            yield _line(api_error_for(error).ollama_body())
+            yield _line(logged_api_error(error, "a stream of lines failed").ollama_body())
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return KeepaliveResponse(

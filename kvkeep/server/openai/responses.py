@@ -25,7 +25,7 @@ from kvkeep.errors import ContextFull, KvkeepError
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
-from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, api_error_for
+from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, logged_api_error
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.limits import ShortText
@@ -288,7 +288,7 @@ async def _events(pending: _PendingResponse, context: RequestContext) -> AsyncIt
         yield encode(f"response.{response['status']}", response=response, **timings)
     except Exception as error:  # the status is already sent: the last events report the error
         response = {**response, "output": reading.output}
-        for data in encoder.failure(response, api_error_for(error)):
+        for data in encoder.failure(response, logged_api_error(error, "a response failed")):
             yield data
     finally:
         await asyncio.shield(_abandon(pending, context))
