@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ class CompactedHistory:
     items: tuple[dict[str, Any], ...]
 
 
+HistoryParser = Callable[[bytes], CompactedHistory]  # of an item's JSON; raises ValueError
+
+
 def new_handle() -> str:
     """Return a handle for a compacted session: its name, and that of its snapshot."""
     return f"cmp_{secrets.token_hex(12)}"
@@ -62,35 +65,48 @@ def compaction_item(history: CompactedHistory) -> dict[str, Any]:
     return {"id": new_item_id("compaction"), "type": "compaction", "encrypted_content": content}
 
 
-def read_compaction(item: Mapping[str, Any]) -> CompactedHistory | None:
-    """Return what an item stands for; None if another server made it."""
-    content = item.get("encrypted_content")
-    if not isinstance(content, str) or not content.startswith(_MARK):
+def parse_history(document: bytes) -> CompactedHistory:
+    """Parse an item's JSON. Raises ValueError, KeyError or TypeError if it is of another form."""
+    fields = json.loads(document)
+    items = tuple(dict(entry) for entry in fields["items"])
+    return CompactedHistory(str(fields["handle"]), items)
+
+
+def read_compaction(
+    item: Mapping[str, Any], parse: HistoryParser = parse_history
+) -> CompactedHistory | None:
+    """Return what an item stands for; None if it is foreign, damaged or too large."""
+    if not _is_own(item):
         return None
     try:
-        packed = base64.urlsafe_b64decode(content.removeprefix(_MARK))
+        packed = base64.urlsafe_b64decode(item["encrypted_content"].removeprefix(_MARK))
         reader = zlib.decompressobj()
-        document = json.loads(reader.decompress(packed, _MAX_BYTES))
-        items = tuple(dict(entry) for entry in document["items"])
-        return CompactedHistory(str(document["handle"]), items)
+        document = reader.decompress(packed, _MAX_BYTES)
+        return parse(document) if reader.eof else None
     except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def expand_compaction(items: Sequence[Any]) -> tuple[list[Any], str | None, list[str]]:
+def expand_compaction(
+    items: Sequence[Any], parse: HistoryParser = parse_history
+) -> tuple[list[Any], str | None, list[str]]:
     """Return a request's items with the history in place of its newest compaction item.
 
     Messages before the item that the history does not contain come behind it. Also returns the
-    handle, None if there is none, and warnings, in words.
+    handle, None if there is none, and warnings, in words. Foreign items are left out. One item of
+    kvkeep is unpacked at most: if it cannot be read, older ones are left out, too.
     """
     warnings = list[str]()
     for index in range(len(items) - 1, -1, -1):
         if not _is_compaction(items[index]):
             continue
-        history = read_compaction(items[index])
-        if history is None:
+        if not _is_own(items[index]):
             warnings.append("input: a compaction item of another server cannot be read")
             continue
+        history = read_compaction(items[index], parse)
+        if history is None:
+            warnings.append("input: a compaction item is damaged or too large, and is left out")
+            break
         known = {_text_of(item) for item in history.items}
         added = [
             item
@@ -109,6 +125,11 @@ def user_messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _is_compaction(item: Any) -> bool:
     return isinstance(item, Mapping) and item.get("type") in ITEM_TYPES
+
+
+def _is_own(item: Mapping[str, Any]) -> bool:
+    content = item.get("encrypted_content")
+    return isinstance(content, str) and content.startswith(_MARK)
 
 
 def _is_message(item: Any) -> bool:

@@ -1,6 +1,9 @@
 """`/v1/responses/compact`: the item, its cells, restarts, other owners, and its text fallback."""
 
+import asyncio
+import base64
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +20,10 @@ from kvkeep.chat.compaction_items import (
 )
 from kvkeep.model import Model
 from kvkeep.server.keys import ApiKeys
+from kvkeep.server.limits import MAX_ENTRIES, MAX_MESSAGES, MAX_VALUES
+from kvkeep.server.openai import compaction
 from tests.scripted_model import model_with_text_of
-from tests.server.conftest import running_server
+from tests.server.conftest import ScriptedServer, running_server
 
 RESULT = "The harbour of the old town has seen many ships come and go. " * 5
 SETTINGS = {"max_kv_size": 1200, "policy": "full"}
@@ -206,6 +211,65 @@ def test_expanded_items_are_the_history_then_what_it_does_not_contain() -> None:
 @pytest.mark.parametrize("content", [None, "", "kvkeep1.", "kvkeep1.AAAA", "kvkeep1.!!!", 5])
 def test_damaged_items_are_not_read(content: Any) -> None:
     assert read_compaction({"type": "compaction", "encrypted_content": content}) is None
+
+
+def item_of(text: str) -> dict[str, Any]:
+    """A compaction item of any text in place of its JSON."""
+    packed = base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+    return {"type": "compaction", "encrypted_content": f"kvkeep1.{packed}"}
+
+
+def test_one_item_of_ours_is_unpacked_at_most() -> None:
+    task, tried = {"role": "user", "content": "Do it."}, list[bytes]()
+
+    def parse(document: bytes) -> CompactedHistory:
+        tried.append(document)
+        raise ValueError
+
+    older = compaction_item(CompactedHistory("cmp_0", ({"role": "user", "content": "Before."},)))
+    foreign = {"type": "compaction", "encrypted_content": "gAAAAABo_opaque"}
+    items = [older, item_of("broken"), foreign, task]
+    expanded, handle, warnings = expand_compaction(items, parse)
+    assert (expanded, handle, tried) == ([task], None, [b"broken"])
+    assert [warning.split()[-1] for warning in warnings] == ["read", "out"]
+    assert expand_compaction(items)[0] == [task]
+
+
+MESSAGE = '{"role": "user", "content": "Before."}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"handle": "cmp_1", "items": [' + "[]," * MAX_VALUES + "[]]}",
+        '{"handle": "cmp_1", "items": [' + f"{MESSAGE}," * MAX_MESSAGES + f"{MESSAGE}]}}",
+        f'{{"handle": "cmp_1", "items": [{MESSAGE}, {{"a": [{"0," * MAX_ENTRIES}0]}}]}}',
+        f'{{"handle": "cmp_1", "items": [{MESSAGE}, {{"a": {"[" * 900}{"]" * 900}}}]}}',
+        '{"handle": "cmp_1", "items": [{"role": "user", "content": "\\ud800"}]}',
+        '{"handle": "cmp_1", "items": [{"role": "user", "content": NaN}]}',
+    ],
+    ids=["values", "messages", "entries", "nesting", "surrogate", "NaN"],
+)
+def test_the_history_in_an_item_has_the_limits_of_a_body(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """It is left out, and unpacked in another thread than the event loop's."""
+    in_loop, expand = set[bool](), compaction.expand_compaction
+
+    def recorded(*arguments: Any) -> Any:
+        in_loop.add(asyncio._get_running_loop() is not None)
+        return expand(*arguments)
+
+    monkeypatch.setattr(compaction, "expand_compaction", recorded)
+    scripted.write("Yes.")
+    question = {"role": "user", "content": "Hi"}
+    with scripted.client() as client:
+        response = client.post("/v1/responses", json={"input": [item_of(text), question]})
+        whole = client.post("/v1/responses", json={"input": [question]}).json()
+    assert response.status_code == 200, response.text
+    assert "damaged or too large" in response.headers["X-Kvkeep-Warning"]
+    assert in_loop == {False}
+    assert response.json()["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 
 def test_the_oldest_compacted_sessions_are_dropped(smollm2: Model, tmp_path: Path) -> None:

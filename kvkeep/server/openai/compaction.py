@@ -6,6 +6,7 @@ is evaluated instead. Where several servers share a store, a labelled snapshot o
 there for the others.
 """
 
+import json
 import secrets
 import time
 from asyncio import to_thread, wrap_future
@@ -30,9 +31,11 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
-from kvkeep.server.limits import LongText, Messages
+from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import LongText, Messages, ShortText, require_few_values
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.response_request import ResponsesRequest
+from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.rendering import common_prefix_length
 from kvkeep.session.session import Session
@@ -41,6 +44,13 @@ router = body_router()
 _TARGET = 0.5  # of max_kv_size
 _MAX_SESSIONS = 16  # compacted ones of an owner; of older ones the items' histories are left
 _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
+
+
+class _HistoryFields(RequestBody):
+    """The JSON in a compaction item. It comes from a client, and has the limits of a body."""
+
+    handle: ShortText
+    items: Messages
 
 
 class ResponseCompactionRequest(ResponsesRequest):
@@ -52,8 +62,7 @@ class ResponseCompactionRequest(ResponsesRequest):
 async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[str, Any]:
     """Compact a conversation: its users' messages, and one opaque item for all that was said."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
-    items, _, warnings = expand_compaction(items)
-    context.notices.warn(*warnings)
+    items, _ = await expand_items(items, context)
     compacted = await compact_conversation(body, items, context)
     return {
         "id": f"resp_{secrets.token_hex(12)}",
@@ -68,6 +77,28 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
             "total_tokens": compacted.tokens_before + compacted.tokens_after,
         },
     }
+
+
+async def expand_items(
+    items: Sequence[Any], context: RequestContext
+) -> tuple[list[Any], str | None]:
+    """Return a request's items with the history in place of a compaction item, and its handle.
+
+    In a thread, since an item may stand for many megabytes.
+    """
+    expanded, handle, warnings = await to_thread(expand_compaction, items, _parse_history)
+    context.notices.warn(*warnings)
+    return expanded, handle
+
+
+def _parse_history(document: bytes) -> CompactedHistory:
+    """Parse the JSON in a compaction item. Raises ValueError if it is beyond a limit."""
+    try:
+        require_few_values(document)
+    except ApiError as error:
+        raise ValueError(error.message) from error
+    fields = _HistoryFields.model_validate(json.loads(document))
+    return CompactedHistory(fields.handle, tuple(fields.items))
 
 
 @dataclass(frozen=True)

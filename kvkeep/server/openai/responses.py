@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Path, Query
 from starlette.responses import Response
 
-from kvkeep.chat.compaction_items import ITEM_TYPES, expand_compaction
+from kvkeep.chat.compaction_items import ITEM_TYPES
 from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
@@ -30,7 +30,7 @@ from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.limits import ShortText
 from kvkeep.server.openai import stored_items
-from kvkeep.server.openai.compaction import compact_conversation, prepare_compacted
+from kvkeep.server.openai.compaction import compact_conversation, expand_items, prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
 from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
@@ -135,8 +135,7 @@ async def _prompt_of(
     items: list[dict[str, Any]], body: ResponsesRequest, context: RequestContext
 ) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
     """Return the same as `_prompt`, for the items of a conversation."""
-    expanded, handle, warnings = expand_compaction(items)
-    context.notices.warn(*warnings)
+    expanded, handle = await expand_items(items, context)
     chat = parse_chat(
         {**body.model_dump(include={"instructions", "tools", "tool_choice"}), "input": expanded}
     )
@@ -167,7 +166,7 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
     items, prompt, handle = await _prompt(body, context)
     compaction: dict[str, Any] | None = None
     if await _exceeds_threshold(items, prompt, body, context):
-        whole, _, _ = expand_compaction(items)
+        whole, _ = await expand_items(items, context)
         compaction = (await compact_conversation(body, whole, context)).item
         _, prompt, handle = await _prompt_of([compaction], body, context)
     prompt, samplings = await prompt.constrain(
