@@ -37,6 +37,10 @@ class NoSuchSession(InvalidArgument):
     """The owner has no session of that name in the engine."""
 
 
+class NoSuchSnapshot(InvalidArgument):
+    """The owner has no snapshot with that label."""
+
+
 class NoSuchPin(InvalidArgument):
     """The owner has no pin with that id, or it has expired."""
 

@@ -37,6 +37,7 @@ class _StillRunning(errors.Busy):
 
 _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the response
     "session_not_found": errors.NoSuchSession,
+    "snapshot_not_found": errors.NoSuchSnapshot,
     "pin_not_found": errors.NoSuchPin,
     "session_busy": errors.Busy,
     "held": errors.Busy,  # by another server of a fleet
@@ -75,7 +76,10 @@ class _BaseClient(ApiClient):
         return self.send(ApiRequest("GET", "/v1/snapshots"), _get_data)
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
-        """Return a new RemoteSession that continues, to the bit, from a snapshot."""
+        """Return a new RemoteSession that continues, to the bit, from a snapshot.
+
+        Raises NoSuchSnapshot.
+        """
         path = f"/v1/snapshots/{path_segment(snapshot)}/restore"
         return self.send(ApiRequest("POST", path, {"name": name}), self._remote_session)
 

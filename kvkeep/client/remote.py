@@ -49,8 +49,8 @@ class RemoteSession:
 
     A method with a `revision` changes the session only if it is at that revision, and otherwise
     raises WrongRevision. All methods raise NoSuchSession; Busy while the session is fed or
-    generates; NoRoom, with `retry_after` in seconds; InvalidArgument; and ServerError if the server
-    does not respond.
+    generates, also at another server of a fleet; NoRoom, with `retry_after` in seconds;
+    InvalidArgument; and ServerError if the server does not respond.
     """
 
     def __init__(self, client: ApiClient, name: str):

@@ -308,7 +308,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._registry.shares_snapshots
 
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
-        """Read a snapshot. Raises InvalidArgument if there is none, StoreError."""
+        """Read a snapshot. Raises NoSuchSnapshot, StoreError."""
         return Snapshot.load(self.snapshots(owner).existing_path(label))
 
     # Statistics

@@ -26,7 +26,7 @@ from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
-from kvkeep.storage.sessions.folder import SessionFolder
+from kvkeep.storage.sessions.folder import LabelFolder, SessionFolder
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.header import read_summary, rounded_by
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
@@ -327,7 +327,7 @@ class SessionRegistry:
             return self._labelled_snapshots(owner)
         if self._folder is None:
             raise InvalidArgument("the engine has no folder for snapshots")
-        return SessionFolder(self._folder / owner / "snapshots")
+        return LabelFolder(self._folder / owner / "snapshots")
 
     def close(self) -> None:
         """Unlock the sessions' files, for other processes."""

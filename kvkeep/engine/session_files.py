@@ -12,13 +12,13 @@ from pathlib import Path
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.folder import SessionFolder
-from kvkeep.storage.sessions.interface import SnapshotStore
+from kvkeep.storage.sessions.interface import LabelStore
 
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 WRITTEN_NOTES_KEY = "answers"  # of these fields: the notes of `WrittenAnswers`
 MARKER_SUFFIX = ".unsaved"
 _OWNER_PATTERN = re.compile(r"[a-z0-9]{1,64}")
-LabelledSnapshots = SnapshotStore[Path | ObjectPath]  # one owner's snapshots by label
+LabelledSnapshots = LabelStore[Path | ObjectPath]  # one owner's snapshots by label
 
 
 class SessionFile:

@@ -103,6 +103,8 @@ def api_error_for(error: BaseException) -> ApiError:
             return ApiError(error.status_code, str(error.detail), error_type)
         case errors.NoSuchSession():
             return ApiError(404, message, "not_found_error", "session_not_found")
+        case errors.NoSuchSnapshot():
+            return ApiError(404, message, "not_found_error", "snapshot_not_found")
         case errors.NoSuchPin():
             return ApiError(404, message, "not_found_error", "pin_not_found")
         case errors.InvalidArgument() | errors.UnsupportedModel():

@@ -100,6 +100,7 @@ ERRORS: list[tuple[int, str | int, type[errors.KvkeepError]]] = [
     (429, 429, errors.NoRoom),
     (400, 400, errors.InvalidArgument),
     (404, "session_not_found", errors.NoSuchSession),
+    (404, "snapshot_not_found", errors.NoSuchSnapshot),
     (404, "pin_not_found", errors.NoSuchPin),
     (409, "session_busy", errors.Busy),
     (409, "held", errors.Busy),

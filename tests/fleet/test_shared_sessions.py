@@ -355,4 +355,6 @@ def test_snapshots_are_shared_by_all_servers(a: httpx.Client, b: httpx.Client) -
     ok(b.post("/v1/snapshots/then/restore", json={"name": "again"}), 201)
     assert generate(a, "again")["tokens"] == expected
     ok(a.delete("/v1/snapshots/then"))
+    missing = b.post("/v1/snapshots/then/restore", json={"name": "never"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "snapshot_not_found")
     assert ok(b.get("/v1/snapshots"))["data"] == []

@@ -200,8 +200,9 @@ def test_openai_keys_and_retentions_pin_the_session(
     released = client.delete(f"/v1/prefix/pins/{pin['id']}").json()
     assert released == {"id": pin["id"], "object": "prefix_pin", "deleted": True}
     assert pins(client) == []
-    again = client.delete(f"/v1/prefix/pins/{pin['id']}")
-    assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
+    for pin_id in (pin["id"], "pin", "x" * 100):
+        again = client.delete(f"/v1/prefix/pins/{pin_id}")
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
 
 
 def test_the_python_client_lists_and_releases_pins(

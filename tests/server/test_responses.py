@@ -222,7 +222,6 @@ def test_cancelling_or_disconnecting_ends_the_generation(
         {"input": []},
         {"input": [{"type": "image"}]},
         {"input": 5},
-        {"previous_response_id": "../x"},
         {"max_output_tokens": 0},
         {"text": {"format": {"type": "json_schema"}}},
         {"text": {"format": {"type": "xml"}}},
@@ -241,3 +240,29 @@ def test_malformed_requests_are_refused(server: RunningServer, body: dict[str, A
     reply = httpx.post(f"{server.url}/v1/responses", content=content)
     assert reply.status_code == 400, reply.text
     assert len(server.service.engine.sessions().result()) == before
+
+
+@pytest.mark.parametrize(
+    "response_id",
+    ["resp_" + "0" * 24, "resp_67ccd2bed1ec8190b14f964abc0542670b", "notes", "x" * 900],
+)
+def test_an_id_of_no_response_is_not_found(server: RunningServer, response_id: str) -> None:
+    """Also that of a session which is none, and that of a response of the hosted API."""
+    with server.client() as client:
+        client.post("/v1/sessions", json={"name": "notes"})
+        body = {"input": QUESTION, "max_output_tokens": 1, "previous_response_id": response_id}
+        path = f"/v1/responses/{response_id}"
+        responses = [
+            *(
+                client.post(route, json=body)
+                for route in ("/v1/responses", "/v1/responses/compact")
+            ),
+            *(client.get(f"{path}{part}") for part in ("", "/input_items")),
+            client.post(f"{path}/cancel"),
+            client.delete(path),
+        ]
+        for response in responses:
+            assert response.status_code == 404, response.text
+            assert response.json()["error"]["message"].startswith("there is no response ")
+            assert len(response.text) < 300
+        assert client.delete("/v1/sessions/notes").status_code == 200

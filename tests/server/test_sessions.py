@@ -106,7 +106,6 @@ def test_forks_and_snapshots_continue_to_the_bit(client: httpx.Client) -> None:
     assert client.get(f"/v1/sessions/{name}").json()["revision"] == revision + 1
     assert [item["name"] for item in client.get("/v1/snapshots").json()["data"]] == ["then"]
     assert client.delete("/v1/snapshots/then").json()["deleted"]
-    assert client.post("/v1/snapshots/then/restore", json={}).status_code == 400
     entry = client.get(f"/v1/sessions/{restored}").json()
     assert (entry["parent"], entry["policy"], entry["max_kv_size"]) == (name, "sliding", 300)
 
@@ -366,7 +365,7 @@ def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) ->
             ("GET", f"/v1/sessions/{name}/events", None),
         ):
             assert other.request(method, path, json=body).status_code == 404
-        assert other.post("/v1/snapshots/then/restore", json={}).status_code == 400
+        assert other.post("/v1/snapshots/then/restore", json={}).status_code == 404
         assert other.get("/v1/sessions").json()["data"] == []
         assert other.get("/v1/snapshots").json()["data"] == []
         explained = other.post("/v1/prefix/explain", json={"text": TEXT[:900]}).json()
@@ -383,7 +382,6 @@ def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) ->
         ("", {"max_kv_size": 10**9}),
         ("", {"policy": "full", "keep": 5}),
         ("", {"policy": "shift", "max_kv_size": 100, "discard": 1000}),
-        ("", {"from_snapshot": "never"}),
         ("/NAME/feed", {}),
         ("/NAME/feed", {"text": "a", "tokens": [1]}),
         ("/NAME/feed", {"tokens": [-1]}),
@@ -422,6 +420,45 @@ def test_malformed_requests_are_refused_and_change_nothing(
     assert response.status_code == 400, response.text
     post_action(client, name, "save")  # as the server does by itself later
     assert without_saved_revision(client.get(f"/v1/sessions/{name}").json()) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/snapshots/never/restore", {}),
+        ("DELETE", "/v1/snapshots/never", None),
+        ("POST", "/v1/sessions", {"from_snapshot": "never"}),
+        ("POST", "/slots/0?action=restore", {"filename": "never"}),
+    ],
+)
+def test_a_missing_snapshot_is_not_found(
+    client: httpx.Client, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    response = client.request(method, path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "snapshot_not_found")
+    assert error["message"].startswith("there is no snapshot 'never'")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/sessions/a b", None),
+        ("GET", "/v1/sessions/a b/memory", None),
+        ("DELETE", "/v1/snapshots/a b", None),
+        ("POST", "/v1/sessions", {"name": "a b"}),
+        ("POST", "/v1/sessions", {"name": "a b", "from_snapshot": "a"}),
+        ("POST", "/v1/sessions/a/fork", {"name": "a b"}),
+    ],
+)
+def test_the_error_of_a_wrong_name_says_what_a_name_may_have(
+    client: httpx.Client, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    response = client.request(method, path, json=body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("name: a session name must be 1 to 100 letters, digits, ")
+    assert message.endswith("found 'a b'")
 
 
 @pytest.mark.parametrize("bits", [8, "8", 4, "8/4"])

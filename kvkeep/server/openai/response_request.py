@@ -23,7 +23,6 @@ from kvkeep.server.openai.cache_fields import CacheFields
 from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
 from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
-ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 
 
@@ -44,7 +43,7 @@ class ContextManagement(RequestBody):
 class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, OwnFields):
     input: LongText | Messages
     instructions: LongText | Messages | None = None
-    previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
+    previous_response_id: ShortText | None = None
     max_output_tokens: TokenLimit = None
     # Of hosted tools, which there are none of.
     max_tool_calls: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None

@@ -28,11 +28,11 @@ from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, logged_api_error
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.ignored_fields import RESPONSES_RULES
-from kvkeep.server.limits import ShortText
+from kvkeep.server.limits import MAX_CHARACTERS, ShortText
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.compaction import compact_conversation, expand_items, prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
-from kvkeep.server.openai.response_request import ID_PATTERN, ResponsesRequest
+from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
 from kvkeep.server.overflow import check_prompt_size, overflow_error
@@ -40,7 +40,7 @@ from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = body_router()
-_ResponseId = Annotated[str, Path(alias="response", pattern=ID_PATTERN)]
+_ResponseId = Annotated[str, Path(alias="response", max_length=MAX_CHARACTERS)]
 
 
 @dataclass

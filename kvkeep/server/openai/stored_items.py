@@ -1,5 +1,6 @@
 """Stored responses: the notes of their sessions, their items, and conversations that go on."""
 
+import re
 from asyncio import wrap_future
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from kvkeep.errors import NoRoom, NoSuchSession
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import RequestContext
 
+_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{24}")
 _RESPONSE_NOTE, _ITEMS_NOTE = "response", "input_items"  # keys of a session's notes
 _MESSAGES_NOTE = "messages"  # the conversation as chat messages, by earlier versions
 # Objects with the data of a file, which is not stored, and the fields of the data.
@@ -81,9 +83,11 @@ async def input_page(
 async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, Any]:
     """Return the notes with a finished response. Raises ApiError (404) if there is none."""
     try:
+        if not _RESPONSE_ID.fullmatch(response_id):  # it may be the name of another session
+            raise NoSuchSession
         record = await wrap_future(context.engine.find(response_id, context.owner))
     except NoSuchSession:
-        message = f"there is no response {response_id!r}"
+        message = f"there is no response {response_id!r:.120}"
         raise ApiError(404, message, "not_found_error") from None
     if _RESPONSE_NOTE not in record.notes:
         raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")

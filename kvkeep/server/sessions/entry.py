@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, Path
-from pydantic import Field
+from fastapi import Depends, Header
+from pydantic import BeforeValidator, Field
 from starlette.responses import JSONResponse
 
 from kvkeep.engine import SessionOperations, SessionRecord
@@ -16,9 +16,17 @@ from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.memory_use import evaluated_by_rewind
 from kvkeep.session.session import Session
+from kvkeep.storage.sessions.interface import checked_name
 
-NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
-SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
+_NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"  # for the OpenAPI document
+
+
+def _checked_name(value: Any) -> Any:
+    """Refuse a text that is no name. Raises InvalidArgument, which says what a name may have."""
+    return checked_name(value) if isinstance(value, str) else value
+
+
+SessionName = Annotated[str, Field(pattern=_NAME_PATTERN), BeforeValidator(_checked_name)]
 TokenIndex = Annotated[int, Field(ge=0, lt=2**40)]
 TokenCount = TokenIndex
 SpanName = Annotated[str, Field(min_length=1, max_length=200)]

@@ -17,7 +17,6 @@ from kvkeep.server.limits import MAX_TOKENS
 from kvkeep.server.schemas import StrictBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sessions.entry import (
-    NAME_PATTERN,
     SessionDep,
     SessionName,
     TokenIndex,
@@ -28,7 +27,6 @@ from kvkeep.server.sessions.entry import (
 from kvkeep.storage.snapshots.header import read_summary
 
 router = body_router()
-_Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Title = Annotated[str, Field(min_length=1, max_length=200)]
 _PositiveCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _Bits = Literal["8", "8/4", "4", 8, 4]
@@ -37,9 +35,9 @@ _Bits = Literal["8", "8/4", "4", 8, 4]
 class CreateSessionRequest(StrictBody):
     """Settings of a new session, as in Python; the server's settings are the defaults."""
 
-    name: _Name | None = None
+    name: SessionName | None = None
     title: _Title | None = None
-    from_snapshot: _Name | None = None
+    from_snapshot: SessionName | None = None
     policy: Literal["sliding", "shift", "archive", "self_extend", "full"] | None = None
     max_kv_size: _PositiveCount | None = None
     keep: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
@@ -66,17 +64,17 @@ _UNSET_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "m
 
 
 class ForkRequest(StrictBody):
-    name: _Name | None = None
+    name: SessionName | None = None
     title: _Title | None = None
     at: TokenIndex | None = None
 
 
 class SnapshotRequest(StrictBody):
-    name: _Name
+    name: SessionName
 
 
 class RestoreRequest(StrictBody):
-    name: _Name | None = None
+    name: SessionName | None = None
 
 
 class ResidentRequest(StrictBody):

@@ -8,10 +8,11 @@ from fastapi import Path
 
 from kvkeep.engine import PrefixPin
 from kvkeep.server.body_route import body_router
+from kvkeep.server.limits import MAX_CHARACTERS
 from kvkeep.server.service import ContextDep
 
 router = body_router()
-_PinId = Annotated[str, Path(alias="pin", pattern=r"pin-[0-9a-f]{16}")]
+_PinId = Annotated[str, Path(alias="pin", max_length=MAX_CHARACTERS)]
 
 
 @router.get("/v1/prefix/pins")

@@ -13,6 +13,7 @@ from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporary_files
 from kvkeep.storage.sessions.interface import (
     SNAPSHOT_SUFFIX,
+    LabelStore,
     SessionStore,
     checked_name,
     is_valid_name,
@@ -144,6 +145,10 @@ class SessionFolder(SessionStore[Path]):
 
     def _lock_file(self, name: str) -> Path:
         return self.root / f".{name}{_LOCK_SUFFIX}"
+
+
+class LabelFolder(LabelStore[Path], SessionFolder):
+    """The labelled snapshots in a folder."""
 
 
 def _move(source: Path, target: Path) -> None:

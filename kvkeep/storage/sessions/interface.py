@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, NoSuchSnapshot
 from kvkeep.storage.objects.paths import ReadablePath
 
 PathT_co = TypeVar("PathT_co", bound=ReadablePath, covariant=True)
@@ -22,7 +22,7 @@ def checked_name(name: str) -> str:
     if not is_valid_name(name):
         raise InvalidArgument(
             "a session name must be 1 to 100 letters, digits, '.', '_' and '-', must not begin "
-            f"with '.' or contain '..'; found {name!r}"
+            f"with '.' or contain '..'; found {name!r:.120}"
         )
     return name
 
@@ -49,6 +49,15 @@ class SnapshotStore(Protocol[PathT_co]):
     def unknown_name_error(self, name: str) -> InvalidArgument:
         known = ", ".join(self.names()) or "none"
         return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
+
+
+class LabelStore(SnapshotStore[PathT_co], Protocol[PathT_co]):
+    """Snapshots by label, which are copies of sessions."""
+
+    def unknown_name_error(self, name: str) -> NoSuchSnapshot:
+        known = ", ".join(self.names())
+        hint = f"; expected one of: {known}" if known else ""
+        return NoSuchSnapshot(f"there is no snapshot {name!r}{hint}")
 
 
 class SessionStore(SnapshotStore[PathT_co], Protocol[PathT_co]):

@@ -18,8 +18,8 @@ from kvkeep.storage.sessions.driver import HEAD_FILE, SessionObjects
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.interface import (
     SNAPSHOT_SUFFIX,
+    LabelStore,
     SessionStore,
-    SnapshotStore,
     checked_name,
     is_valid_name,
 )
@@ -225,7 +225,7 @@ def _may_exist(path: SessionPath) -> bool:
         return True
 
 
-class SharedLabels(SnapshotStore[ObjectPath]):
+class SharedLabels(LabelStore[ObjectPath]):
     """The labelled snapshots of one owner in an object store.
 
     There are no leases: each write replaces a snapshot atomically, and the last write wins.
