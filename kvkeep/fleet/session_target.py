@@ -57,8 +57,8 @@ def session_target(method: str, path: str) -> SessionTarget:
         operation = "events" if action == "events" else "read"
     elif action == "snapshot" or (action in ("fork", "save") and method == "POST"):
         operation = cast(TargetOperation, action)
-    elif method == "DELETE":
-        operation = "delete"
+    elif method == "DELETE":  # nothing below a session can be deleted: the application refuses it
+        operation = "none" if action else "delete"
     return SessionTarget(operation, name, action)
 
 

@@ -293,6 +293,8 @@ def test_paths_that_resemble_a_session_change_nothing(
         assert a.post(path, json={"text": "x", "name": "t"}).status_code == 404
     a.options("/v1/sessions/s/feed")
     assert a.post("/v1/sessions/s/unheard", json={}).status_code == 404
+    for path in ("/spans", "/fork", "/events", "/unheard", "%2Fold"):
+        assert a.delete(f"/v1/sessions/s{path}").status_code in (404, 405), path
     assert a.get("/v1/sessions/t").status_code == 404
     after = SharedSessions(objects).objects_of("s").head()
     assert before is not None
