@@ -125,7 +125,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._admission = Admission(*parts, speculation or SpeculationOptions())
         self._scheduler = self._admission.scheduler
         self._shutdown_deadline = 0.0
-        self.borrowed = BorrowedSessions(self._registry, self._discard)
+        self.borrowed = BorrowedSessions(self._registry, self._cancel_generation)
         self._thread.start()
 
     def __exit__(self, *failure: object) -> None:

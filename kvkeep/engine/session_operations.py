@@ -271,9 +271,11 @@ class BorrowedSessions:
     unsaved: the store has it.
     """
 
-    def __init__(self, registry: SessionRegistry, discard: Callable[[SessionRecord], None]):
-        """discard: removes a session, and cancels its generation."""
-        self._registry, self._discard = registry, discard
+    def __init__(
+        self, registry: SessionRegistry, cancel_generation: Callable[[SessionRecord], None]
+    ):
+        """cancel_generation: ends a session's generation, if there is one."""
+        self._registry, self._cancel_generation = registry, cancel_generation
 
     def load(self, snapshot: Snapshot, name: str, owner: str) -> SessionRecord:
         """Restore another engine's session with its revision and notes, and with one hold.
@@ -326,4 +328,9 @@ class BorrowedSessions:
     def discard(self, record: SessionRecord) -> None:
         """Remove the session, and cancel its generation."""
         if not record.removed:
-            self._discard(record)
+            self._cancel_generation(record)
+            self._registry.remove(record)
+
+    def stop(self, record: SessionRecord) -> None:
+        """End the session's generation, if there is one; its tokens so far stay."""
+        self._cancel_generation(record)

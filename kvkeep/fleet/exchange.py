@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import pydantic
 import pydantic.dataclasses
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.fleet.session_target import SessionTarget, parse_json_object
+from kvkeep.server.errors import ApiError
 from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
 
 _NOTES_KEY = "answered"  # key in a snapshot's notes (JSON), part of the stored format
@@ -93,16 +95,24 @@ class WithheldResponse:
 class ReplayedRequest:
     """A request whose body was read: `receive` gives it, or another body, to the application."""
 
-    def __init__(self, body: bytes, receive: Receive):
+    def __init__(self, body: bytes, receive: Receive, is_detached: bool = False):
+        """is_detached: whether the application is not told when the client disconnects."""
         self._body: bytes | None = body
-        self._receive = receive
+        self._receive, self.is_detached = receive, is_detached
         self.client_gone = asyncio.Event()  # set also to treat a client as disconnected
+        self.is_reachable = True  # whether the client can be sent more
 
     async def receive(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         return await self.receive_rest()
+
+    def lose_client(self) -> None:
+        """Send the client nothing more, and unless the request is detached, end it."""
+        self.is_reachable = False
+        if not self.is_detached:
+            self.client_gone.set()
 
     async def receive_rest(self) -> Message:
         """Wait for a message after the body: usually for the client to disconnect."""
@@ -113,6 +123,8 @@ class ReplayedRequest:
                 await asyncio.wait((receive_task, gone_task), return_when=asyncio.FIRST_COMPLETED)
                 if receive_task.done() and receive_task.result()["type"] != "http.disconnect":
                     return receive_task.result()
+                if self.is_detached:
+                    await gone_task
             finally:
                 receive_task.cancel()
                 gone_task.cancel()
@@ -120,17 +132,30 @@ class ReplayedRequest:
         return {"type": "http.disconnect"}
 
 
+def _is_detached(target: SessionTarget, raw_body: bytes) -> bool:
+    """Whether a request goes on when its client is gone: a turn that is `detached`."""
+    if target.action != "turns":
+        return False
+    try:
+        detached = parse_json_object(raw_body).get("detached", False)
+        return pydantic.TypeAdapter(bool).validate_python(detached)
+    except (ApiError, pydantic.ValidationError):  # the route reports it
+        return False
+
+
 async def _receive_disconnect() -> Message:
     """Receive from a client that is gone."""
     return {"type": "http.disconnect"}
 
 
-async def _send_or_disconnect(send: Send, client_gone: asyncio.Event, message: Message) -> None:
+async def _send_or_disconnect(send: Send, request: ReplayedRequest, message: Message) -> None:
     """Send a message; if that fails or stalls, treat the client as disconnected."""
+    if not request.is_reachable:
+        return
     try:
         await asyncio.wait_for(send(message), _SEND_TIMEOUT_SECONDS)
     except Exception:  # TimeoutError too: the lease must not wait for a stalled client
-        client_gone.set()
+        request.lose_client()
 
 
 class SessionKey(NamedTuple):
@@ -152,9 +177,9 @@ class Exchange:
     def begin(
         cls, target: SessionTarget, scope: Scope, raw_body: bytes, receive: Receive, send: Send
     ) -> "Exchange":
-        request = ReplayedRequest(raw_body, receive)
+        request = ReplayedRequest(raw_body, receive, _is_detached(target, raw_body))
         has_idempotency_key = b"idempotency-key" in dict(scope["headers"])
-        send = partial(_send_or_disconnect, send, request.client_gone)
+        send = partial(_send_or_disconnect, send, request)
         response = WithheldResponse(send, _MAX_RECORDED_BODY_BYTES if has_idempotency_key else 0)
         return cls(target, {**scope, "asgi": _ASGI_VERSIONS}, raw_body, request, response)
 
@@ -180,7 +205,8 @@ class Exchange:
 
     def with_json_body(self, fields: dict[str, Any]) -> "Exchange":
         """Return the exchange with another JSON body for the application."""
-        request = ReplayedRequest(json.dumps(fields).encode(), self.request.receive_rest)
+        body, receive = json.dumps(fields).encode(), self.request.receive_rest
+        request = ReplayedRequest(body, receive, self.request.is_detached)
         headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
         return replace(self, request=request, scope={**self.scope, "headers": headers})
 

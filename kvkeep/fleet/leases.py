@@ -55,6 +55,8 @@ class LeasedSession:
     record: SessionRecord | None = None  # the engine's session; None until it is created
     loaded_revision: int | None = None  # None for a new session
     responses: list[RecordedResponse] = field(default_factory=list)  # as in `_EngineCopy`
+    is_detached: bool = False  # whether its answer goes on when the client is gone
+    stopped: bool = False  # whether its answer was ended before it was complete
     in_sync: bool = False  # whether the engine's session equals the store's
 
 
@@ -74,15 +76,26 @@ class SessionLeases:
         self._codec: Codec = codec
         self.engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
-        self._records_being_written: dict[SessionKey, SessionRecord] = {}
+        self._being_written: dict[SessionKey, LeasedSession] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
         self.request_tasks = set[asyncio.Task[None]]()  # requests in progress
 
     async def drain(self) -> None:
-        """Wait until all requests in progress have committed."""
+        """Stop detached answers, and wait until all requests in progress have committed."""
         while self.request_tasks:
-            await asyncio.wait(set(self.request_tasks))
+            for leased in list(self._being_written.values()):
+                if leased.is_detached:
+                    await self._call_engine(self._stop, leased)
+            await asyncio.wait(set(self.request_tasks), timeout=_POLL_SECONDS)
+
+    def _stop(self, leased: LeasedSession) -> bool:
+        """End a session's generation, in the engine's thread; returns whether there was one."""
+        if leased.record is None or leased.record.activity != "generating":
+            return False
+        leased.stopped = True  # before its request learns of the end
+        self._borrowed.stop(leased.record)
+        return True
 
     async def call_store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that waits for the store, in a thread of its own."""
@@ -118,7 +131,7 @@ class SessionLeases:
                 copy = await self._load_copy(key, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
                 leased.responses = copy.responses
-                self._records_being_written[key] = copy.record
+                self._being_written[key] = leased
                 yield leased
 
     @asynccontextmanager
@@ -127,7 +140,7 @@ class SessionLeases:
         try:
             yield leased
         finally:
-            self._records_being_written.pop(leased.key, None)
+            self._being_written.pop(leased.key, None)
             try:
                 if not leased.in_sync or leased.lease.failure is not None:
                     await self._roll_back(leased)
@@ -155,7 +168,8 @@ class SessionLeases:
         The session is as last committed, or as another request of this server is writing it; with
         `committed`, this waits for that request. Raises NoSuchSession.
         """
-        record = None if committed else self._records_being_written.get(key)
+        leased = None if committed else self._being_written.get(key)
+        record = leased.record if leased else None
         if record is None or not await self._call_engine(self._borrowed.acquire, record):
             async with self._locks.setdefault(key, asyncio.Lock()):
                 record = await self._load_latest(key)
@@ -203,7 +217,7 @@ class SessionLeases:
         """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         # A session that is being written stays busy for long; one that is loaded does not.
-        if key in self._records_being_written and not timeout:
+        if key in self._being_written and not timeout:
             raise Busy(f"session {key.name!r} is busy; wait, or cancel the request")
         try:
             await asyncio.wait_for(lock.acquire(), timeout or _IDLE_TIMEOUT_SECONDS)

@@ -56,14 +56,15 @@ class SessionMiddleware:
         if raw_body is None:
             return
         exchange = Exchange.begin(target, scope, raw_body, receive, send)
-        # In a task: a client that disconnects cancels its generation, but not the commit.
+        # In a task: a client that disconnects cancels its generation unless it is detached, but
+        # not the commit.
         task = asyncio.create_task(self._respond(exchange))
         self._leases.request_tasks.add(task)
         task.add_done_callback(self._leases.request_tasks.discard)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            exchange.request.client_gone.set()
+            exchange.request.lose_client()
             raise
 
     async def _send_with_server_name(self, send: Send, message: Message) -> None:
@@ -178,11 +179,12 @@ class SessionMiddleware:
             loop, client_gone = asyncio.get_running_loop(), exchange.request.client_gone
             # Another server takes the session: cancel the generation, as a disconnect does.
             leased.lease.on_lost(lambda: loop.call_soon_threadsafe(client_gone.set))
+            leased.is_detached = exchange.request.is_detached
             await self._run_route(exchange)
             leased.lease.check()
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
-            succeeded = exchange.response.succeeded
-            if succeeded if key_digest else await leases.has_changes(leased):
+            is_whole = exchange.response.succeeded
+            if is_whole if key_digest and not leased.stopped else await leases.has_changes(leased):
                 await leases.commit(leased, RecordedResponse.from_exchange(exchange))
 
     async def _delete(self, exchange: Exchange) -> None:

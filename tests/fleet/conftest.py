@@ -1,5 +1,6 @@
 """Servers over one store, in this process."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,8 +49,14 @@ class Replica:
 
 @contextmanager
 def replica(
-    model: Model, objects: ObjectStore, name: str, lease: float = 2.0, **settings: str
+    model: Model,
+    objects: ObjectStore,
+    name: str,
+    lease: float = 2.0,
+    grace: int | None = None,
+    **settings: str,
 ) -> Iterator[Replica]:
+    """Run a server. grace: seconds that requests have at its end; None for as many as they take."""
     engine = Engine(
         model,
         settings={"max_kv_size": 512, **settings},
@@ -67,9 +74,14 @@ def replica(
         return shared_session_middleware(app, leases, pins, name)
 
     app = application(service, middleware=middleware)
-    config = connection_config(app, port=0)
+    config = connection_config(app, port=0, timeout_graceful_shutdown=grace)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+
+    async def serve_and_drain() -> None:
+        await server.serve()
+        await leases.drain()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve_and_drain(),), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
