@@ -58,6 +58,7 @@ class LeasedSession:
     is_detached: bool = False  # whether its answer goes on when the client is gone
     stopped: bool = False  # whether its answer was ended before it was complete
     in_sync: bool = False  # whether the engine's session equals the store's
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # once the lease is released
 
 
 class SessionLeases:
@@ -89,9 +90,28 @@ class SessionLeases:
                     await self._call_engine(self._stop, leased)
             await asyncio.wait(set(self.request_tasks), timeout=_POLL_SECONDS)
 
-    def _stop(self, leased: LeasedSession) -> bool:
+    async def stop(self, key: SessionKey, revision: int | None) -> bool:
+        """End the answer that a request of this server generates, and wait for its commit.
+
+        A request that is about to generate is waited for. revision: as of `Engine.stop`. Returns
+        False if no request of this server changes the session. Raises WrongRevision.
+        """
+        lock = self._locks.get(key)
+        while lock is not None and lock.locked():
+            leased = self._being_written.get(key)
+            if leased is not None and leased.record is not None and leased.record.busy:
+                if await self._call_engine(self._stop, leased, revision):
+                    await leased.ended.wait()
+                return True
+            await asyncio.sleep(_POLL_SECONDS)
+        return False
+
+    def _stop(self, leased: LeasedSession, revision: int | None = None) -> bool:
         """End a session's generation, in the engine's thread; returns whether there was one."""
-        if leased.record is None or leased.record.activity != "generating":
+        if leased.record is None:
+            return False
+        leased.record.require_revision(revision)
+        if leased.record.activity != "generating":
             return False
         leased.stopped = True  # before its request learns of the end
         self._borrowed.stop(leased.record)
@@ -150,6 +170,7 @@ class SessionLeases:
                 await self.call_store(leased.lease.release)
                 if leased.key in self._copies:
                     self._copies[leased.key].version = leased.lease.version
+                leased.ended.set()
 
     async def _roll_back(self, leased: LeasedSession) -> None:
         """Drop the session in the engine; the store has it as last committed, or not at all."""

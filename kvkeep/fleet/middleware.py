@@ -114,9 +114,9 @@ class SessionMiddleware:
                 await self._read(exchange)
             case "save":  # committed sessions are saved: respond with the session
                 async with leases.reading(session_key, committed=True):
-                    path = f"/v1/sessions/{session_key.name}"
-                    get_scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
-                    await self._app(get_scope, request.receive, response.send)
+                    await self._retrieve(exchange)
+            case "stop":
+                await self._stop(exchange)
             case "delete":
                 await self._delete(exchange)
             case _:
@@ -124,6 +124,21 @@ class SessionMiddleware:
 
     async def _run_route(self, exchange: Exchange) -> None:
         await self._app(exchange.scope, exchange.request.receive, exchange.response.send)
+
+    async def _retrieve(self, exchange: Exchange) -> None:
+        """Respond with the session, which is in the engine."""
+        path = f"/v1/sessions/{exchange.target.name}"
+        scope = {**exchange.scope, "method": "GET", "path": path, "raw_path": path.encode()}
+        await self._run_route(replace(exchange, scope=scope))
+
+    async def _stop(self, exchange: Exchange) -> None:
+        """End an answer of this server. If another server has the session, this is refused."""
+        if not await self._leases.stop(exchange.session_key, _if_match(exchange)):
+            await self._write(exchange)
+            return
+        headers = [item for item in exchange.scope["headers"] if item[0].lower() != b"if-match"]
+        async with self._leases.reading(exchange.session_key):
+            await self._retrieve(replace(exchange, scope={**exchange.scope, "headers": headers}))
 
     async def _read(self, exchange: Exchange) -> None:
         """Read a session of the store, or one local to this server, such as a stored response."""
@@ -189,8 +204,7 @@ class SessionMiddleware:
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, which may be too damaged to be loaded."""
-        if_match, name = Headers(scope=exchange.scope).get("if-match"), exchange.target.name
-        revision = parse_if_match(if_match or None)
+        revision, name = _if_match(exchange), exchange.target.name
 
         def require_revision(path: SessionPath) -> None:
             if revision is None:
@@ -224,6 +238,11 @@ class SessionMiddleware:
         entries = await asyncio.gather(*(leases.call_store(_stored_entry, path) for path in paths))
         data = [entry for entry in entries if entry is not None]
         await exchange.respond({"object": "list", "data": data})
+
+
+def _if_match(exchange: Exchange) -> int | None:
+    """Return the revision that the session must have; None for any. Raises ApiError."""
+    return parse_if_match(Headers(scope=exchange.scope).get("if-match") or None)
 
 
 def _stored_entry(path: SessionPath) -> dict[str, Any] | None:

@@ -1,7 +1,9 @@
 """Answers on a fleet that go on without their client, and those that another client stops."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,10 +14,13 @@ from fleet.conftest import Replica, replica
 from kvkeep.fleet import leases
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.objects.paths import ReadablePath
+from kvkeep.storage.snapshots.snapshot import Snapshot
 from tests.scripted_model import model_with_text_of
 
 Serve = Callable[..., Replica]
 MANY = 10_000  # tokens: an answer that does not end by itself
+TURNS, STOP = "/v1/sessions/s/turns", "/v1/sessions/s/stop"
 KEY = {"Idempotency-Key": "k"}
 with_or_without_key = pytest.mark.parametrize("headers", [{}, KEY], ids=["no key", "key"])
 
@@ -59,8 +64,7 @@ def turn(model: Model, **fields: Any) -> dict[str, Any]:
 
 def begin_turn(client: httpx.Client, body: dict[str, Any], **headers: str) -> None:
     """Send a turn to session "s", and hang up after its first token."""
-    path = "/v1/sessions/s/turns"
-    with client.stream("POST", path, json=body, headers=headers) as response:
+    with client.stream("POST", TURNS, json=body, headers=headers) as response:
         assert any(line.startswith("event: token") for line in response.iter_lines())
 
 
@@ -89,7 +93,7 @@ def test_a_detached_answer_is_committed_once_it_is_complete(
         begin_turn(a, body, **headers)
         assert answer_length(b) >= 30
         if headers:
-            repeated = b.post("/v1/sessions/s/turns", json=body, headers=headers)
+            repeated = b.post(TURNS, json=body, headers=headers)
             assert "event: done" in repeated.text
             assert answer_length(b) < 60
 
@@ -103,3 +107,60 @@ def test_a_detached_answer_is_committed_when_its_server_ends(
         begin_turn(client, turn(slow_model, detached=True, max_tokens=MANY), **headers)
     with serve("b").client() as b:
         assert answer_length(b) >= 1
+
+
+@with_or_without_key
+def test_an_answer_is_stopped_by_another_client(
+    serve: Serve, slow_model: Model, headers: dict[str, str]
+) -> None:
+    body = turn(slow_model, detached=True, max_tokens=MANY)
+    with serve("a").client() as a, serve("b").client() as b, ThreadPoolExecutor() as pool:
+        create(a)
+        revision = a.get("/v1/sessions/s").json()["revision"]
+        with a.stream("POST", TURNS, json=body, headers=headers) as response:
+            lines = response.iter_lines()
+            assert any(line.startswith("event: token") for line in lines)
+            rest = pool.submit("".join, lines)
+            held = b.post(STOP)
+            assert (held.status_code, held.json()["error"]["code"]) == (409, "held")
+            stale = a.post(STOP, headers={"If-Match": f'"{revision + 1}"'})
+            assert stale.status_code == 412
+            stopped = a.post(STOP, headers={"If-Match": f'"{revision}"'})
+            assert (stopped.status_code, stopped.json()["busy"]) == (200, False)
+            committed = b.get("/v1/sessions/s").json()
+            assert committed["revision"] == stopped.json()["revision"]
+            assert "cancelled" in rest.result().split("event: error")[1]
+        assert answer_length(b) >= 1
+        if headers:
+            repeated = b.post(TURNS, json=body, headers=headers)
+            assert "cancelled" in repeated.text.split("event: error")[1]
+
+
+def test_an_answer_is_stopped_that_is_about_to_begin(
+    serve: Serve, slow_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, may_load, load = threading.Event(), threading.Event(), Snapshot.load
+
+    def load_slowly(path: ReadablePath) -> Snapshot:
+        loading.set()
+        assert may_load.wait(60)
+        return load(path)
+
+    body = turn(slow_model, detached=True, max_tokens=MANY, stream=False)
+    with serve("a").client() as a, serve("b").client() as b, ThreadPoolExecutor() as pool:
+        create(a)
+        monkeypatch.setattr(Snapshot, "load", load_slowly)
+        answer = pool.submit(b.post, TURNS, json=body)
+        assert loading.wait(60)
+        stopped = pool.submit(b.post, STOP)
+        may_load.set()
+        assert stopped.result().json()["busy"] is False
+        assert answer.result().json()["error"]["code"] == "cancelled"
+
+
+def test_a_session_without_an_answer_has_none_to_stop(serve: Serve) -> None:
+    with serve("a").client() as client:
+        create(client)
+        entry = client.get("/v1/sessions/s").json()
+        assert client.post(STOP).json()["revision"] == entry["revision"]
+        assert client.post("/v1/sessions/none/stop").status_code == 404
