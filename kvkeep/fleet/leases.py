@@ -199,16 +199,24 @@ class SessionLeases:
         finally:
             await self._call_engine(self._borrowed.release, record)
 
-    async def remove(self, key: SessionKey, check: Callable[[SessionPath], None]) -> None:
+    async def remove(
+        self, key: SessionKey, check: Callable[[SessionPath], None], request: str = ""
+    ) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
 
-        check: called first, under the lease. Raises as `check`, NoSuchSession, Busy, HeldElsewhere.
+        check: called first, under the lease. request: its digest, if it may be repeated; then it
+        removes the session once. Raises as `check`, NoSuchSession, Busy, HeldElsewhere.
         """
         async with self._lock_session(key, timeout=0.0):
+            if request:
+                objects = self.sessions_of(key.owner).objects_of(key.name)
+                current = await self.call_store(objects.head)
+                if current is not None and current.head.removed_by == request:
+                    return
             lease = await self._acquire_lease(key)
             try:
                 await self.call_store(check, SessionPath(lease.objects))
-                await self.call_store(lease.remove)
+                await self.call_store(lease.remove, request)
                 await self._drop_copy(key)
             finally:
                 await self.call_store(lease.release)

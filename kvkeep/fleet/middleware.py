@@ -214,7 +214,8 @@ class SessionMiddleware:
                 message = f"session {name!r} is not at revision {revision}: fetch it again"
                 raise WrongRevision(message)
 
-        await self._leases.remove(exchange.session_key, require_revision)
+        request = exchange.idempotency_key_digest or ""
+        await self._leases.remove(exchange.session_key, require_revision, request)
         await exchange.respond({"name": name, "object": "session", "deleted": True})
 
     async def _list_pins(self, exchange: Exchange) -> None:

@@ -94,9 +94,12 @@ def shared_session_middleware(
 ) -> SessionMiddleware:
     """Return an application in which requests lease their sessions. name: the server's.
 
-    A repeated `/v1/responses/compact` with its `Idempotency-Key` runs once at this server.
+    With an `Idempotency-Key`, a repeated `/v1/responses/compact` runs once at this server, and so
+    does a repeated deletion of a snapshot.
     """
-    return SessionMiddleware(IdempotencyMiddleware(app, COMPACTION_PATHS), leases, pins, name)
+    app = IdempotencyMiddleware(app, COMPACTION_PATHS)
+    app = IdempotencyMiddleware(app, ("/v1/snapshots/",), {"DELETE"})
+    return SessionMiddleware(app, leases, pins, name)
 
 
 def require_conditional_writes(objects: ObjectStore) -> None:

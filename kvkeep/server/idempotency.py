@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,11 +55,16 @@ class _KeyedRequest:
 class IdempotencyMiddleware:
     """Middleware between the security checks and the routes. Keys belong to `scope["owner"]`.
 
-    path_prefixes: of the requests whose keys count.
+    path_prefixes, methods: of the requests whose keys count.
     """
 
-    def __init__(self, app: Any, path_prefixes: tuple[str, ...] = _PATH_PREFIXES):
-        self._app, self._path_prefixes = app, path_prefixes
+    def __init__(
+        self,
+        app: Any,
+        path_prefixes: tuple[str, ...] = _PATH_PREFIXES,
+        methods: Collection[str] = _CHANGING_METHODS,
+    ):
+        self._app, self._path_prefixes, self._methods = app, path_prefixes, methods
         self._requests: OrderedDict[tuple[str, str], _KeyedRequest] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +79,7 @@ class IdempotencyMiddleware:
 
     def _idempotency_key(self, scope: Scope) -> str | None:
         """Return the key of a request that changes sessions or snapshots, or compacts."""
-        may_change = scope["type"] == "http" and scope["method"] in _CHANGING_METHODS
+        may_change = scope["type"] == "http" and scope["method"] in self._methods
         if not may_change or not scope["path"].startswith(self._path_prefixes):
             return None
         key = dict(scope["headers"]).get(b"idempotency-key")

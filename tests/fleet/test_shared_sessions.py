@@ -132,6 +132,23 @@ def test_a_request_with_a_key_runs_once_at_any_server(
     assert texts[1].headers["content-type"].startswith("text/event-stream")
 
 
+def test_a_deletion_with_a_key_is_made_once(a: httpx.Client, b: httpx.Client) -> None:
+    key = {"Idempotency-Key": "k1"}
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    deleted = ok(a.delete("/v1/sessions/s", headers=key))
+    assert ok(b.delete("/v1/sessions/s", headers=key)) == deleted
+    for headers in ({"Idempotency-Key": "k2"}, {}):
+        assert b.delete("/v1/sessions/s", headers=headers).status_code == 404
+    ok(b.post("/v1/sessions", json={"name": "s"}), 201)
+    assert ok(a.delete("/v1/sessions/s", headers=key)) == deleted  # delayed on its way
+    ok(a.post("/v1/sessions/s/snapshot", json={"name": "then"}), 201)
+    deleted = ok(a.delete("/v1/snapshots/then", headers=key))
+    assert ok(a.delete("/v1/snapshots/then", headers=key)) == deleted
+    assert a.delete("/v1/snapshots/then").status_code in (400, 404)
+    ok(a.delete("/v1/sessions/s", headers={"Idempotency-Key": "k3"}))
+    assert b.get("/v1/sessions/s").status_code == 404
+
+
 def test_disconnecting_without_a_key_keeps_the_sampled_tokens(
     a: httpx.Client, b: httpx.Client
 ) -> None:

@@ -29,6 +29,7 @@ class SessionHead:
     snapshot: str = ""  # the name of the committed snapshot; "" before the first commit
     removed: bool = False  # a removed session keeps its head, so that no epoch is used twice
     past: tuple[str, ...] = ()
+    removed_by: str = ""  # digest of the last removal's idempotency key; "" for none
 
     def updated(self, **changes: Any) -> "SessionHead":
         """Return a changed version with a new nonce."""
@@ -50,7 +51,7 @@ class SessionHead:
     def from_json(cls, content: bytes, name: str) -> "SessionHead":
         """Parse a head. name: of the session, for messages. Raises CorruptFile, NewerFormat."""
         try:
-            document = json.loads(content)
+            document = {"removed_by": "", **json.loads(content)}  # earlier versions lack it
             if document["kvkeep"] != "head" or type(document["format"]) is not int:
                 raise ValueError("not a session head")
             if document["format"] <= FORMAT:

@@ -78,11 +78,11 @@ class Lease:
                 self._ended.set()
             return self.head
 
-    def remove(self) -> None:
-        """Remove the session. Ends the lease."""
+    def remove(self, request: str = "") -> None:
+        """Remove the session. Ends the lease. request: see `protocol.remove`."""
         with self._store_lock:
             self.check()
-            self._run(protocol.remove(self.version))
+            self._run(protocol.remove(self.version, request))
             self._ended.set()
 
     def collect_garbage(self) -> list[str]:

@@ -164,10 +164,15 @@ def commit(
     return committed
 
 
-def remove(version: HeadVersion) -> Operations[None]:
-    """Remove the session and its snapshots. Its head stays, marked as removed."""
+def remove(version: HeadVersion, request: str = "") -> Operations[None]:
+    """Remove the session and its snapshots. Its head stays, marked as removed.
+
+    request: the digest by which a repeated request is recognised, `removed_by` of the head.
+    """
     names = yield ListSnapshots()
-    removed_head = version.head.updated(snapshot="", removed=True, writer="", expires=RELEASED)
+    removed_head = version.head.updated(
+        snapshot="", removed=True, removed_by=request, writer="", expires=RELEASED
+    )
     yield from _replace_head(version, removed_head)
     # Snapshots of this epoch too: only this writer has it, and the next creator gets a greater one.
     yield from _delete_snapshots([n for n in names if (epoch_of(n) or 0) <= version.head.epoch])
