@@ -21,6 +21,7 @@ EXTENDED = (
     "clients/",
     "cli/test_terminal.py",
     "fleet/test_compaction.py",
+    "fleet/test_detached.py",
     "fleet/test_ray.py",
     "fleet/test_shared_sessions.py",
     "shared/test_kills.py",
