@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvkeep.engine.generation import Generation
@@ -67,7 +67,8 @@ class Admission:
         samplings: of the generations; by default the request's. The first generation prefills the
         prompt; the others then fork its session.
         """
-        self._policy.require_slot(owner, self.scheduler.running, self.scheduler.step_seconds)
+        step_seconds, in_progress = self.scheduler.step_seconds, self._in_progress
+        self._policy.require_slots(owner, len(listeners), in_progress, step_seconds)
         with restored_if_refused(self._registry, session_name, owner):
             prepared = self._prepared(request, session_name, owner, revision)
             record = prepared.record
@@ -76,6 +77,7 @@ class Admission:
                     request = self._made(request, record)
                 samplings = samplings or [request.sampling]
                 self._reserve(request, prepared, samplings)
+                prepared.require_fit(request.prompt)
                 prepared.start()
                 feeding = _feeding(request, prepared)
             except BaseException:
@@ -103,7 +105,7 @@ class Admission:
         return replace(
             self._totals,
             ended=dict(self._end_reasons),
-            running=len(self.scheduler.running),
+            running=len(self._in_progress),
             in_memory=in_memory,
             on_disk=len(records) - in_memory,
             nbytes=self._registry.nbytes,
@@ -142,7 +144,8 @@ class Admission:
         self, request: GenerationRequest, prepared: PreparedSession, samplings: Sequence[Sampling]
     ) -> None:
         """Reserve memory for a request's generations. Raises NoRoom."""
-        require_own_constraints(samplings, self._samplings_in_progress())
+        in_progress = [generation.request.sampling for generation in self._in_progress]
+        require_own_constraints(samplings, in_progress)
         for sampling in samplings:
             sampling.require_vocabulary(prepared.record.live.core.model.spec.vocab_size)
         max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
@@ -215,9 +218,10 @@ class Admission:
                 "feed a session in parts"
             )
 
-    def _samplings_in_progress(self) -> Iterator[Sampling]:
-        generations = itertools.chain(self.scheduler.running, *self._followers.values())
-        return (generation.request.sampling for generation in generations)
+    @property
+    def _in_progress(self) -> list[Generation]:
+        """The running generations, and those that wait for another one to prefill their prompt."""
+        return [*self.scheduler.running, *itertools.chain(*self._followers.values())]
 
     # Called by the scheduler
 

@@ -30,6 +30,14 @@ class PreparedSession:
     report: ReuseReport | None = None
     resumed: Match | None = None
 
+    def require_fit(self, prompt: Sequence[int]) -> None:
+        """Raise InvalidArgument or ContextFull for a prompt with which it cannot continue."""
+        if self.resumed is not None:
+            core = self.record.live.core
+            rest = core.encode(prompt[self.reuse.tokens :], special=False)
+            num_removed = len(core.memory.tokens) - self.reuse.tokens
+            core.memory.require_room(len(rest) - num_removed)
+
     def start(self) -> None:
         """Change the session itself, once there is memory for the prompt.
 

@@ -61,6 +61,7 @@ class SessionRegistry:
         # One thread writes all files, so that an older save never ends after a newer one.
         self.writer = ThreadPoolExecutor(1, "kvkeep-save")
         self.losses: list[str] = []  # messages about unsaved changes of an earlier process
+        self._unread = set[Path]()  # files that could not be read, and are left unchanged
         for owner_folder in owner_folders(folder) if folder else ():
             self._recover(owner_folder)
 
@@ -76,6 +77,7 @@ class SessionRegistry:
             try:
                 document = read_snapshot_document(file.path)
             except StoreError as error:
+                self._unread.add(file.path)
                 self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue
             file.lock()  # before the marker is read: the engine that holds the lock writes it
@@ -122,7 +124,10 @@ class SessionRegistry:
     def add(
         self, session: Session, owner: str, name: str | None = None, named: bool = True
     ) -> SessionRecord:
-        """Register a session; generate a missing name. Raises InvalidArgument, NoRoom, Locked."""
+        """Register a session; generate a missing name.
+
+        Raises InvalidArgument, NoRoom, Locked, and StoreError if the name's file cannot be read.
+        """
         if named:
             self.policy.require_session_slot(self.owned_by(owner))
         if not is_valid_owner(owner):
@@ -131,6 +136,11 @@ class SessionRegistry:
         file = None
         if named and self._folder is not None:
             file = SessionFile(SessionFolder(self._folder / owner), name)
+            if file.path in self._unread and file.path.exists():
+                raise StoreError(
+                    f"session {name!r} cannot be created: {file.path} could not be read, and is "
+                    "left unchanged. Move it to another folder to use the name"
+                )
         if self.get(name, owner):
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)

@@ -38,11 +38,18 @@ class SchedulingPolicy:
     def __init__(self, limits: Limits):
         self.limits = limits
 
-    def require_slot(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
-        """Raise NoRoom, with a time to retry, if an owner may not start another generation."""
+    def require_slots(
+        self, owner: str, count: int, running: Sequence[Generation], step_seconds: float
+    ) -> None:
+        """Raise NoRoom, with a time to retry, if an owner may not start `count` generations."""
+        if count > (most := min(self.limits.running, self.limits.running_per_owner)):
+            raise NoRoom(
+                f"the request is for {count} answers, and at most {most} generations may run",
+                retry_after=float("inf"),
+            )
         running_of_owner = sum(generation.record.owner == owner for generation in running)
-        is_full = len(running) >= self.limits.running
-        if is_full or running_of_owner >= self.limits.running_per_owner:
+        is_full = len(running) + count > self.limits.running
+        if is_full or running_of_owner + count > self.limits.running_per_owner:
             steps_left = (_steps_left(generation) for generation in running)
             raise NoRoom(
                 f"too many requests: {len(running)} generations are running, {running_of_owner} of "
@@ -156,11 +163,11 @@ class Scheduler:
         try:
             runs = sample_runs(speculations, limits, self._planner)
         except Exception as error:
-            if len(ready) == 1:
-                ready[0].fail(error)
-                return
-            for generation in ready:  # no session has changed: find the one that fails
-                self._decode([generation])
+            for generation, speculation in zip(ready, speculations, strict=True):
+                if len(ready) == 1 or speculation.has_lost_step:
+                    generation.fail(error)
+                else:  # no session has changed: find the one that fails
+                    self._decode([generation])
             return
         for generation, run in zip(ready, runs, strict=True):
             generation.add_run(run)

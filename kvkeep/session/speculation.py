@@ -54,6 +54,9 @@ class Speculation:
         self.core, self.sampling = core, sampling
         self.acceptance = Acceptance()
         self.counts = core.drafts = DraftCounts()
+        # Whether a step failed after the constraint or the check for stop strings had followed
+        # tokens of it. The session does not have these, so that no further token can be sampled.
+        self.has_lost_step = False
         self._ends_after, self._drafts = ends_after, drafts
         self._index: NgramIndex | None = None
         self._indexed_tokens = core.memory.tokens
@@ -77,6 +80,7 @@ class Speculation:
         rows: the first one is sampled. logits: `[rows, vocab]`. The state's sampler is left as it
         is after the last of them.
         """
+        self.has_lost_step = bool(self.sampling.constraint is not None or self.sampling.stop)
         window = max(1, self.sampling.repetition_window)
         recent_tokens = list(state.memory.tokens[-window:])
         for count, token in enumerate(rows[:-1], 1):
@@ -107,6 +111,7 @@ class Speculation:
 
         tried: of the draft. cost: of a row, relative to a forward of one.
         """
+        self.has_lost_step = False
         if self._index is not None:
             self._index.extend(tokens)
             self._indexed_tokens = self.core.memory.tokens

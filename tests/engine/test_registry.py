@@ -1,8 +1,10 @@
 """An engine's sessions: memory limit, owners, saves, and recovery after a kill."""
 
 import contextlib
+import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -434,6 +436,49 @@ def test_an_invalid_session_file_is_left_unchanged(tmp_path: Path) -> None:
         (line,) = engine.losses
         assert str(foreign) in line
     assert foreign.read_bytes() == b"something else"
+
+
+def test_no_session_replaces_a_file_that_was_left_unchanged(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 1, text(0, 20))
+        engine.snapshot("a", "label").result()
+    path = tmp_path / "0" / "a.kvkeep"
+    path.write_bytes(damaged := b"damaged" + path.read_bytes()[7:])
+    with new_engine(tmp_path) as engine:
+        whole_text = GenerationRequest(text(0, 20), 1, whole_text=True)
+        for create in (
+            lambda: engine.create(name="a"),
+            lambda: engine.restore("label", name="a", replace=True),
+            lambda: engine.prepare(text(0, 20), "a"),
+            lambda: engine.submit(whole_text, "a"),
+        ):
+            with pytest.raises(StoreError, match=re.escape(str(path))):
+                create().result()
+        assert engine.sessions().result() == []
+        engine.create("other", name="a").result()
+        assert path.read_bytes() == damaged
+        path.rename(tmp_path / "moved")
+        engine.create(name="a").result()
+        engine.delete("a").result()
+    assert (tmp_path / "moved").read_bytes() == damaged
+
+
+def test_each_answer_of_a_request_counts_as_a_generation() -> None:
+    long = GenerationRequest(text(0, 20), 1_000, ignore_eos=True)
+    with new_engine(running=4, running_per_owner=3) as engine:
+        with pytest.raises(NoRoom, match="4 answers, and at most 3") as refused:
+            engine.submit_many(long, [DRAWN] * 4).result()
+        assert refused.value.retry_after == math.inf
+        generations = engine.submit_many(long, [DRAWN] * 2).result()
+        for owner, samplings in (("0", [DRAWN] * 2), ("1", [DRAWN] * 3)):
+            with pytest.raises(NoRoom, match="2 generations are running") as refused:
+                engine.submit_many(long, samplings, owner).result()
+            assert refused.value.retry_after < math.inf
+        generations += engine.submit_many(long, [DRAWN] * 2, "1").result()
+        assert engine.totals().result().running == 4
+        for generation in generations:
+            generation.cancel()
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.slow)])

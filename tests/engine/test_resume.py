@@ -1,6 +1,7 @@
 """A prompt that continues an answer, but has its end otherwise, resumes the session before it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvkeep import Sampling
 from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
+from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.streaming import TextStream
 from tests.examples import examples
@@ -255,3 +257,27 @@ def test_withheld_tokens_are_those_whose_text_was_not_returned(
         kept = codec.decode(ids[:num_kept]).rstrip("\ufffd")
         assert returned.startswith(kept)
         assert not returned.startswith(codec.decode(ids[: num_kept + 1]))
+
+
+@pytest.mark.parametrize("rest", [(*NEXT, 256), NEXT * 12])
+@pytest.mark.parametrize("name", [None, "a"])
+def test_a_refused_prompt_keeps_the_end_of_the_answer(
+    name: str | None, rest: tuple[int, ...]
+) -> None:
+    """A token that the model does not have, or more tokens than there is room for."""
+    model, answer = MODELS["full"], answer_of(MODELS["full"])
+    num_kept = next(n for n in range(2, 8) if answer[n] not in answer[:n])
+    with Engine(model, settings=SETTINGS) as engine:
+        request = GenerationRequest(
+            PROMPT, 8, end_tokens=(answer[num_kept],), whole_text=name is not None
+        )
+        first = engine.generate(request, name)
+        first.text()
+        before = first.record.live.tokens, first.record.revision
+        text = (*PROMPT, *answer[:num_kept], *rest)
+        with pytest.raises((InvalidArgument, ContextFull)):
+            engine.generate(replace(request, prompt=text), name)
+        assert (first.record.live.tokens, first.record.revision) == before
+        room = 600 - 200 - num_kept
+        fitting = replace(request, prompt=(*text[: 200 + num_kept], *[7] * room), max_tokens=0)
+        assert engine.generate(fitting, name).reuse.tokens == 200 + num_kept

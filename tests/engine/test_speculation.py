@@ -1,19 +1,23 @@
 """An engine with speculation gives each generation the events that it has without."""
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
-from speculation_cases import Alternating, Drafts
+from speculation_cases import Alternating, Drafts, whole_drafts
 from test_small_steps import model_of
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
 from kvkeep.errors import Cancelled
 from kvkeep.model import Model
-from kvkeep.session.drafts import DraftCounts, SpeculationOptions
+from kvkeep.session import speculation
+from kvkeep.session.drafts import Draft, DraftCounts, DraftPlanner, NgramIndex, SpeculationOptions
 from kvkeep.session.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
@@ -121,3 +125,65 @@ def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Mode
         whole.text()
     assert [*reported, *again.generated] == whole.generated
     assert text
+
+
+@dataclass
+class Recording:
+    """A constraint that allows any token."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constraint cannot go back: the generations that have one end with the error."""
+    constraints, evaluate, errors = [Recording(), Recording()], speculation._evaluate, list[Any]()
+    samplings = [*(Sampling(constraint=each) for each in constraints), Sampling(stop=("~",))]
+    requests = [
+        GenerationRequest(tuple(range(first, 60)), 60, sampling, ignore_eos=True)
+        for first, sampling in enumerate([*samplings, Sampling()], 3)
+    ]
+    plain = SpeculationOptions(enabled=False)
+    with Engine(model_of("dense"), speculation=plain) as engine:
+        alone = [replace(request, sampling=Sampling()) for request in requests]
+        texts = [Outcome.of(engine.generate(r, owner=str(i))).tokens for i, r in enumerate(alone)]
+
+    def draft(index: NgramIndex, token: int, count: int) -> Draft:
+        start = [*index.tokens, token]
+        text = next(text for text in texts if text[: len(start)] == start)
+        return Draft(text[len(start) :][: min(2, count)], 3)
+
+    def fail_once(members: Sequence[Any], *arguments: Any) -> Any:
+        result = evaluate(members, *arguments)
+        if len(members) == len(requests) and not errors:
+            errors.append(MemoryError())
+            raise errors[0]
+        return result
+
+    monkeypatch.setattr(NgramIndex, "draft", draft)
+    monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
+    monkeypatch.setattr(speculation, "_evaluate", fail_once)
+    with Engine(model_of("dense")) as engine:
+        submitted_all = Event()
+        engine.call(submitted_all.wait)
+        submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate(requests)]
+        submitted_all.set()
+        generations = [future.result()[0] for future in submitted]
+        for generation in generations[:3]:
+            with pytest.raises(MemoryError):
+                generation.text()
+        Outcome.of(generations[3])
+    assert errors
+    assert generations[3].generated == texts[3][-60:]
+    for generation, text, request in zip(generations, texts, requests, strict=True):
+        count, start = len(generation.generated), len(request.prompt)
+        assert generation.generated == text[start : start + count]
+    for constraint, generation in zip(constraints, generations, strict=False):
+        count = len(generation.generated)
+        assert constraint.tokens[:count] == generation.generated
+        assert len(constraint.tokens) <= count + 3  # those of the step that failed
