@@ -184,7 +184,8 @@ class Admission:
         if not request.prompt:
             raise InvalidArgument("the prompt is empty: expected the whole text of the session")
         prepared = prepare_named(
-            *(registry, request.prompt, name, owner, self._new_session, options, revision)
+            *(registry, request.prompt, name, owner, self._new_session, options, revision),
+            reuses=request.prompt_logprobs is None,
         )
         if prepared.reuse.mode == "in_place" and prepared.report is not None:
             self._note_miss(owner, prepared.report)
@@ -287,6 +288,7 @@ class Admission:
             self._registry.remove(record)
             return
         record.mark_changed()
+        self._registry.pins.keep_to_text(record)
         self._registry.pins.add(record, generation.request.pins)
         seconds = usage.prefill_seconds + usage.decode_seconds
         self._operation_log.add(record, "generate", usage.evaluated + usage.generated, seconds)

@@ -31,11 +31,12 @@ from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.engine.thread import EngineThread, flatten_future
-from kvkeep.errors import Cancelled
+from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.session.embedding import embed, embedding_memory
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.coding import BLOCK_CODECS
@@ -160,12 +161,22 @@ class Engine(AbstractContextManager["Engine"]):
     def submit_many(
         self,
         request: GenerationRequest,
-        samplings: Sequence[Any],
+        samplings: Sequence[Sampling],
         owner: str = "0",
         listeners: Sequence[Listener | None] | None = None,
     ) -> Future[list[Generation]]:
-        """Start a generation for each of several `Sampling`s; the prompt is prefilled once."""
+        """Start a generation for each of several `Sampling`s; the prompt is prefilled once.
+
+        listeners: one for each generation, or none. Raises as `submit`.
+        """
+        validation.instance("request", request, GenerationRequest)
+        samplings = [validation.instance("a sampling", item, Sampling) for item in samplings]
         listeners = listeners or [None] * len(samplings)
+        if not samplings or len(listeners) != len(samplings):
+            raise InvalidArgument(
+                "expected one sampling or more, and as many listeners; found "
+                f"{len(samplings)} and {len(listeners)}"
+            )
         return self.call(self._admission.admit, request, None, owner, listeners, None, samplings)
 
     def embed(self, ids: Sequence[int]) -> Future[Tensor]:

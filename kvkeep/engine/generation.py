@@ -73,7 +73,7 @@ class Generation(Iterator[GenerationEvent]):
         self._prefill_start: float | None = None
         self._prefill_end: float | None = None
         self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
-        self._exhausted = False
+        self._exhausted = listener is not None  # which gets all events
         self._end_event: Finished | Failed | None = None  # that was not reported yet
         self._listener = listener or self._events.put
 

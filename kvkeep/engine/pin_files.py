@@ -279,10 +279,9 @@ def _to_saved(pin: PrefixPin, now: float) -> _SavedPin:
 
 def _to_pin(entry: _SavedPin, record: SessionRecord, now: float) -> PrefixPin:
     """Return a pin of a loaded session, whose text may be shorter than it was."""
-    tokens, digest, text = entry.tokens, entry.digest, record.live.tokens
-    if tokens > len(text):
-        tokens = len(text)
-        digest = digest and prefix_digest(text, tokens)
+    text, digest = record.live.tokens.first(entry.tokens), entry.digest
+    if len(text) < entry.tokens:
+        digest = digest and prefix_digest(text, len(text))
     expires = now + min(entry.seconds, entry.expires - time.time())
-    fields = (entry.id, record.owner, record, tokens, entry.seconds, expires, entry.key, digest)
+    fields = (entry.id, record.owner, record, text, entry.seconds, expires, entry.key, digest)
     return PrefixPin(*fields, entry.hits)

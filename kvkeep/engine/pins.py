@@ -8,13 +8,14 @@ breaks the memory limit. Times are of a monotonic clock, so that setting the clo
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from kvkeep import validation
 from kvkeep.engine.record import SessionRecord
 from kvkeep.errors import InvalidArgument, NoSuchPin
 from kvkeep.session.history import History
+from kvkeep.session.token_diff import common_length
 
 MAX_PIN_SECONDS = 24 * 3600.0
 
@@ -47,12 +48,22 @@ class PrefixPin:
     id: str
     owner: str
     record: SessionRecord  # of the session
-    tokens: int
+    text: History = field(repr=False)  # the pinned tokens
     seconds: float  # from the last use to the expiry
     expires: float  # on the clock of `PrefixPins`
     key: str = ""  # of the client
     digest: str = ""  # of the tokens; "" if there is a key
     hits: int = 0  # prompts that began with it
+
+    @property
+    def tokens(self) -> int:
+        """The number of pinned tokens."""
+        return len(self.text)
+
+    def first(self, count: int) -> "PrefixPin":
+        """Return the pin of its first `count` tokens."""
+        digest = "" if self.key else prefix_digest(self.text, count)
+        return replace(self, text=self.text.first(count), digest=digest)
 
 
 class PrefixPins:
@@ -95,7 +106,7 @@ class PrefixPins:
             expires = now + request.seconds
             self._add(
                 PrefixPin(
-                    *(pin_id, record.owner, record, tokens, request.seconds, expires),
+                    *(pin_id, record.owner, record, text.first(tokens), request.seconds, expires),
                     *(request.key, digest),
                 )
             )
@@ -143,6 +154,19 @@ class PrefixPins:
         """Give pins from `detach` to the session that replaces theirs."""
         for pin in pins:
             self._add(replace(pin, record=record))
+
+    def keep_to_text(self, record: SessionRecord) -> None:
+        """Cut the session's pins to the tokens with which its text still begins.
+
+        Called when the text may have changed. A pin of which none are left is removed.
+        """
+        if not record.pinned_until:
+            return
+        text = record.live.tokens.array()
+        for pin in self.detach(record):
+            num_kept = common_length(pin.text.array(), text)
+            if num_kept:
+                self._add(pin if num_kept == pin.tokens else pin.first(num_kept))
 
     def _set(self, owner: str, pins: list[PrefixPin]) -> None:
         """Replace an owner's pins, and set until when their sessions are protected."""

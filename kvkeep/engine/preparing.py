@@ -58,18 +58,19 @@ def prepare_named(
     new_session: Callable[[str], Session],
     options: AlignmentOptions,
     revision: int | None = None,
+    reuses: bool = True,
 ) -> PreparedSession:
     """Make a named session hold the reusable part of a prompt, and, once started, nothing else.
 
     The part is from any session of the owner; with a plan, the session holds it once it is aligned,
-    and its own text until then. Creates the session if it is missing.
+    and its own text until then. Creates the session if it is missing. reuses: False for no part.
     """
     empty_session, existing = new_session(owner), registry.get(name, owner)
     if existing or revision is not None:
         existing = registry.load_idle(name, owner, revision)
     # A missing session is matched as an empty one, which is not in the registry.
     target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
-    candidates = registry.owned_by(owner)
+    candidates = registry.owned_by(owner) if reuses else []
     match, in_place, report = match_prompt(prompt, candidates, empty_session, options, target)
     if match.record is not None and match.record is not target:
         registry.pins.extend(match.record, match.common_tokens)

@@ -170,7 +170,12 @@ class SessionRecord:
         return self.file
 
     def mark_saved(self, revision: int) -> None:
-        """Note that a revision is on disk."""
+        """Note that a revision is on disk.
+
+        If the session was removed meanwhile, another one may have its name, and the marker.
+        """
+        if self.removed:
+            return
         self.saved_revision = max(revision, self.saved_revision or 0)
         if not self.dirty and self.file is not None:
             self.file.clear_marker()

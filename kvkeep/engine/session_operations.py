@@ -95,6 +95,7 @@ class SessionOperations:
         exact, new_session = AlignmentOptions(), self._new_session
         prepared = prepare_named(self._registry, prompt, name, owner, new_session, exact)
         prepared.start()
+        self._registry.pins.keep_to_text(prepared.record)
         return prepared.reuse.tokens
 
     def continue_compacted(
@@ -174,23 +175,24 @@ class SessionOperations:
         kind: the operation's name in the log, such as "edit". revision: that the session must have.
         new_tokens: the most that the function adds. notes: to add to the session's notes once it is
         changed, as of `set_notes`. A function of `Engine.change_in_steps` must change the session
-        at its end, as a whole, since others read it meanwhile. Raises Busy, NoSuchSession,
-        WrongRevision, NoRoom.
+        at its end, as a whole, since others read it meanwhile. One that changes nothing leaves the
+        revision. Raises Busy, NoSuchSession, WrongRevision, NoRoom.
         """
         record = self._registry.load_idle(name, owner, revision, new_tokens)
         start, length_before = time.perf_counter(), len(record.live.tokens)
         state_before, record.activity = record.live.core.state, "changing"
-        is_done = False
+        notes_before = record.notes
         try:
             result = function(record.live)
-            record.notes, is_done = {**record.notes, **notes}, True
+            record.notes = {**record.notes, **notes}
         finally:  # a function that fails may have made a part of its changes
             record.activity = "idle"
             has_other_state = record.live.core.state is not state_before
-            if is_done or has_other_state:
+            if has_other_state or record.notes != notes_before:
                 is_edited = kind not in _CELL_PRESERVING and has_other_state
                 record.mark_changed(kind if is_edited else "")
                 record.lower_token_counts(length_before)
+                self._registry.pins.keep_to_text(record)
                 added_tokens = len(record.live.tokens) - length_before
                 self._operation_log.add(record, kind, added_tokens, time.perf_counter() - start)
         return result
@@ -250,6 +252,7 @@ class SessionOperations:
                 record.session = previous_session
                 raise
             record.mark_changed()
+            self._registry.pins.keep_to_text(record)
             record.last_answer = record.last_prompt = None
         else:
             record = self._registry.add(session, owner, name)

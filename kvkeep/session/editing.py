@@ -75,6 +75,8 @@ def rewind(
 
     Raises InvalidArgument if `progress` changed the session.
     """
+    if not count:
+        return []  # without a new state
     guard, refilled = StateGuard(core), None
     is_clear = count == len(core.memory.tokens) > core.memory.num_rewindable
     if not is_clear:

@@ -352,3 +352,58 @@ def test_pinned_sessions_are_the_last_victims() -> None:
         victims.append(victim.name)
         candidates.remove(victim)
     assert victims == ["plain", "expired", "early", "late"]
+
+
+def _rewind(engine: Engine, count: int) -> None:
+    engine.change("a", "0", "rewind", lambda session: session.rewind(count)).result()
+
+
+def _replace(engine: Engine, at: int) -> None:
+    engine.change("a", "0", "edit", lambda session: session.replace(at, at + 1, [1, 2])).result()
+
+
+def _restore(engine: Engine, name: str) -> None:
+    engine.snapshot(name, "label").result()
+    engine.restore("label", name="a", replace=True).result()
+
+
+def _write(engine: Engine, prompt: tuple[int, ...]) -> None:
+    engine.generate(GenerationRequest(prompt, 2, whole_text=True), "a").text()
+
+
+@pytest.mark.parametrize(
+    ("change", "num_kept"),
+    [
+        (lambda engine: _rewind(engine, 21), 22),
+        (lambda engine: _rewind(engine, 43), 0),
+        (lambda engine: _rewind(engine, 1), 40),
+        (lambda engine: _replace(engine, 30), 30),
+        (lambda engine: _restore(engine, "b"), 0),
+        (lambda engine: _restore(engine, "a"), 40),
+        (lambda engine: engine.prepare(text(1, 40), "a").result(), 0),
+        (lambda engine: engine.prepare((*text(0, 33), *text(2, 9)), "a").result(), 32),
+        (lambda engine: _write(engine, text(1, 40)), 0),
+        (lambda engine: _write(engine, (*text(0, 20), *text(2, 20))), 20),
+    ],
+)
+@pytest.mark.parametrize("key", ["", "chat"])
+def test_a_pin_ends_where_the_text_of_its_session_changes(
+    change: Callable[[Engine], Any], num_kept: int, key: str, tmp_path: Path
+) -> None:
+    with new_engine(tmp_path) as engine:
+        for seed, name in enumerate("ab"):
+            request = GenerationRequest(text(seed, 40), 2, ignore_eos=True)
+            engine.generate(replace(request, whole_text=True), name).text()
+        request = GenerationRequest((), 1, ignore_eos=True, pins=(PinRequest(60, 40, key),))
+        engine.generate(request, "a").text()
+        (before,) = engine.pins().result()
+        assert before.tokens == 40
+        change(engine)
+        for length in range(10, 60, 10):  # none of these prompts begins with the pinned tokens
+            engine.generate(GenerationRequest((*text(1, length), 7), 1)).text()
+        pins = engine.pins().result()
+        assert [pin.tokens for pin in pins] == [num_kept] * bool(num_kept)
+        assert [pin.text.tolist() for pin in pins] == [list(text(0, num_kept))] * bool(num_kept)
+        for pin in pins:
+            assert (pin.id, pin.hits, pin.expires, pin.key) == (before.id, 0, before.expires, key)
+            assert (pin.digest == before.digest) == (num_kept == 40 or bool(key))

@@ -30,7 +30,16 @@ from engine.killed import (
 from full_disk import small_files_only
 
 from kvkeep import Snapshot
-from kvkeep.engine import Engine, GenerationRequest, Limits, SessionRecord, SessionRequest
+from kvkeep.engine import (
+    Engine,
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    Limits,
+    SessionRecord,
+    SessionRequest,
+)
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
@@ -299,6 +308,40 @@ def test_a_session_deleted_during_a_save_leaves_no_file(tmp_path: Path) -> None:
             with contextlib.suppress(NoSuchSession):
                 saved.result()
     assert [path.name for path in (tmp_path / "0").iterdir()] == []
+
+
+def test_a_save_of_a_deleted_session_leaves_the_marker_of_a_new_one(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        writes, marker = threading.Event(), tmp_path / "0" / "a.unsaved"
+        engine.create(name="a").result()
+        write(engine, "a", 1, text(0, 60))
+        engine._registry.writer.submit(writes.wait)
+        saved = engine.save("a")
+        engine.delete("a").result()
+        assert not marker.exists()
+        engine.create(name="a").result()
+        assert marker.exists()
+        writes.set()
+        saved.result()
+        engine.sessions().result()  # the engine's thread has noted the save
+        assert marker.exists()
+
+
+def test_a_change_that_changes_nothing_leaves_the_revision(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a", policy="full").result()
+        write(engine, "a", 1, text(0, 40))
+        engine.save("a").result()
+        before, operations = engine.find("a").result().revision, engine.operations().result()
+        for change in (lambda s: s.rewind(0), lambda s: s.compact(60), lambda s: list(s.tokens)):
+            engine.change("a", "0", "rewind", change).result()
+            engine.change_in_steps("a", "0", "compact", change, notes={}).result()
+        assert engine.find("a").result().revision == before
+        assert engine.operations().result() == operations
+        assert not engine.find("a").result().dirty
+        engine.change("a", "0", "align", lambda s: s.rewind(0), notes={"key": 1}).result()
+        assert engine.find("a").result().revision == before + 1
+        assert engine.find("a").result().first_edit == ""
 
 
 def test_a_session_without_its_name_serves_the_next_prompt_and_has_no_file(tmp_path: Path) -> None:
@@ -658,6 +701,22 @@ def test_a_failing_listener_ends_no_other_generation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_generation_with_a_listener_yields_nothing() -> None:
+    with new_engine() as engine:
+        ended, events = threading.Event(), list[object]()
+
+        def listen(event: GenerationEvent) -> None:
+            events.append(event)
+            if isinstance(event, Finished):
+                ended.set()
+
+        request = GenerationRequest(text(0, 20), 2, ignore_eos=True)
+        (generation,) = engine.submit(request, listener=listen).result()
+        assert list(generation) == []
+        assert ended.wait(60)
+        assert len([event for event in events if isinstance(event, GeneratedToken)]) == 2
+
+
 def test_calls_are_cancelled_once_the_engine_thread_has_failed() -> None:
     def step() -> bool:
         raise RuntimeError("a defect of the engine")

@@ -14,10 +14,19 @@ from small_models import small_model, state_specs
 from torch import Tensor
 
 from kvkeep import Sampling
-from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, GenerationRequest
+from kvkeep.engine import (
+    Engine,
+    Finished,
+    GeneratedToken,
+    Generation,
+    GenerationRequest,
+    PrefillProgress,
+)
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
+from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.streaming import TextStream
+from kvkeep.types import AlignmentMode
 from tests.examples import examples
 
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 600}
@@ -281,3 +290,23 @@ def test_a_refused_prompt_keeps_the_end_of_the_answer(
         room = 600 - 200 - num_kept
         fitting = replace(request, prompt=(*text[: 200 + num_kept], *[7] * room), max_tokens=0)
         assert engine.generate(fitting, name).reuse.tokens == 200 + num_kept
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+@pytest.mark.parametrize("mode", ["exact", "in_place"])
+def test_a_prompt_gets_the_scores_of_all_its_tokens(name: str | None, mode: AlignmentMode) -> None:
+    """Also where a session holds some of them, or its answer is continued."""
+    alignment = AlignmentOptions(mode, min_saved=1)
+    request = GenerationRequest(PROMPT, 8, whole_text=name is not None, alignment=alignment)
+    with Engine(MODELS["full"], settings=SETTINGS) as engine:
+        first = engine.generate(request, name)
+        first.text()
+        continued_text = (*PROMPT, *first.generated, *NEXT)
+        for prompt in (PROMPT[:150], continued_text, PROMPT[:80] + PROMPT[90:]):
+            scored = engine.generate(replace(request, prompt=prompt, prompt_logprobs=0), name)
+            events = [event for event in scored if isinstance(event, PrefillProgress)]
+            scores = [event.scores for event in events if event.scores is not None]
+            assert sum(map(len, scores)) == len(prompt)
+            assert scored.reuse.tokens == 0
+            if name is not None:
+                assert list(scored.record.live.tokens) == [*prompt, *scored.generated]

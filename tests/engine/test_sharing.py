@@ -1,5 +1,7 @@
 """Generations and sessions of an engine share no mutable state."""
 
+from typing import Any
+
 import pytest
 from counting_constraint import Counting
 from engine.killed import MODEL, SETTINGS, text
@@ -49,3 +51,20 @@ def test_a_session_object_is_registered_once() -> None:
         with pytest.raises(InvalidArgument, match="already"):
             engine.create(name="b", session=session).result()
         engine.create(name="b", session=session.fork()).result()
+
+
+def test_lists_of_other_lengths_are_refused_and_leave_no_session() -> None:
+    request, listener = GenerationRequest(text(0, 20), 5), print
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        bad: list[tuple[Any, ...]] = [
+            (request, []),
+            (request, [Sampling()], "0", [listener] * 2),
+            (request, [Sampling()] * 2, "0", [listener]),
+            (request, [Sampling(), "greedy"]),
+            ("prompt", [Sampling()]),
+        ]
+        for arguments in bad:
+            with pytest.raises(InvalidArgument):
+                engine.submit_many(*arguments).result()
+        assert engine.sessions(unnamed=True).result() == []
+        assert engine.totals().result().running == 0

@@ -97,6 +97,23 @@ def test_a_turn_that_is_refused_compacts_nothing(
     ]
 
 
+def test_a_turn_after_a_compaction_that_changes_nothing_has_the_revision_of_before(
+    full_server: RunningServer,
+) -> None:
+    with full_server.client() as client:
+        client.post("/v1/sessions", json={"name": "pinned"})
+        client.post("/v1/sessions/pinned/feed", json={"text": LONG * 2})
+        count = client.get("/v1/sessions/pinned").json()["tokens"]
+        span = {"name": "system", "start": 0, "end": count}
+        named = client.post("/v1/sessions/pinned/spans", json=span)
+        turn = {"content": "Why?", "max_tokens": 2}
+        headers = {"If-Match": f'"{named.json()["revision"]}"'}
+        response = client.post("/v1/sessions/pinned/turns", json=turn, headers=headers)
+        assert response.status_code == 200, response.text
+        report = response.json()["compaction"]
+        assert report["cells_before"] == report["cells_after"] == count
+
+
 def test_a_session_is_compacted_by_request_once(full_server: RunningServer) -> None:
     with full_server.client() as client:
         client.post("/v1/sessions", json={"name": "agent"})
