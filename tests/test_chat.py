@@ -1,15 +1,20 @@
 """`Model.chat`: whole answers, streams, system prompts, and resuming, in Python."""
 
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import kvkeep
-from kvkeep import Conversation, Model, Sampling, Snapshot, errors
+from kvkeep import Conversation, Model, Sampling, Session, Snapshot, errors
 from kvkeep.cli.main import main
+from kvkeep.session import feeding
 
 SYSTEM = "You answer in one short sentence."
 GREEDY = Sampling()
@@ -125,3 +130,105 @@ def test_a_chat_with_speculation_says_the_same_to_the_bit(smollm2: Model) -> Non
         assert chats[0].say(question, 60, GREEDY) == chats[1].say(question, 60, GREEDY)
     assert torch.equal(chats[0].session.logits, chats[1].fork().session.logits)
     assert chats[1].session.speculated[1] > 0
+
+
+def require_turns_without_gaps(chat: Conversation) -> None:
+    """Each token is of the system prompt or of a turn."""
+    spans, end = chat.session.span_ranges, 0
+    for name in ("system", *(f"turn {number}" for number in chat.turns)):
+        assert spans[name][0] == end
+        end = spans[name][1]
+    assert end == len(chat.session.tokens)
+
+
+LONG_QUESTION = "Name a river that runs through several countries of one continent, please."
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_error_of_any_type_removes_a_message_that_is_read_in_part(
+    smollm2: Model, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = smollm2.chat(SYSTEM, policy="full", max_kv_size=800, prefill_step=16)
+    chat.say("Name a sea.", 5, GREEDY)
+    before, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
+    evaluate, steps = feeding.evaluate_step, list[int]()
+
+    def fail_second(*arguments: Any) -> Any:
+        steps.append(len(chat.session.tokens))
+        if len(steps) == 2:
+            raise error
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(feeding, "evaluate_step", fail_second)
+    with pytest.raises(error):
+        chat.say(LONG_QUESTION, 5, GREEDY)
+    assert steps[1] > len(before)
+    assert chat.session.tokens == before
+    assert chat.session.span_ranges == spans
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_an_interrupt_leaves_no_text_outside_of_turns(
+    smollm2: Model, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a span is named, or as soon as the prompt was read."""
+    chat = smollm2.chat(SYSTEM, policy="full", max_kv_size=800)
+    chat.say("Name a sea.", 5, GREEDY)
+    before, count = list(chat.session.tokens), 0
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == place + 1:
+                signal.raise_signal(signal.SIGINT)
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Session, "name", interrupted(Session.name))
+    monkeypatch.setattr(chat, "name_turn", interrupted(chat.name_turn))
+    try:
+        with pytest.raises(KeyboardInterrupt) if place < 6 else nullcontext():
+            chat.say("Name a river.", 5, GREEDY)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    require_turns_without_gaps(chat)
+    assert chat.turns == ([1, 2] if len(chat.session.tokens) > len(before) else [1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"max_tokens": -1}, {"max_tokens": "a"}, {"sampling": "x"}, {"sampling": ""}]
+)
+def test_refused_arguments_of_an_answer_change_nothing(
+    smollm2: Model, arguments: dict[str, Any]
+) -> None:
+    chat = smollm2.chat(SYSTEM)
+    chat.say("Name a sea.", 5, GREEDY)
+    watch = chat.session.watch()
+    with pytest.raises(kvkeep.InvalidArgument):
+        chat.say("Name a river.", **arguments)
+    assert not watch()
+    chat.align([{"role": "user", "content": "Name a lake."}])
+    watch = chat.session.watch()
+    with pytest.raises(kvkeep.InvalidArgument):
+        chat.answer(**arguments)
+    assert not watch()
+    assert chat.is_open
+
+
+def test_a_message_without_room_keeps_an_end_token_that_is_not_the_templates(
+    smollm2: Model,
+) -> None:
+    session, end = smollm2.session(policy="full", max_kv_size=64), 1000
+    chat = Conversation(session, smollm2.text, (end, *smollm2.end_token_ids), None)
+    chat.say("Name a sea.", 3, GREEDY)
+    session.feed([end])
+    chat.end_turn()
+    watch = session.watch()
+    with pytest.raises(kvkeep.ContextFull):
+        chat.say("word " * 100)
+    assert not watch()
+    chat.say("Why?", 3, GREEDY)
+    assert end not in session.tokens

@@ -1,13 +1,14 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.chat.output import OutputEvent, TextDelta
-from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.errors import InvalidArgument
+from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.message_spans import reasoning_range
 from kvkeep.session.rendering import encode_pieces, overlap_length
 from kvkeep.session.turn_template import TurnTemplate
@@ -95,20 +96,32 @@ class Conversation:
         memory already. An end token that is not the template's is removed from the session, unless
         a bounded session cannot be rewound.
         """
+        ids, removes_end = self._next_prompt(question)
+        if removes_end:
+            try:
+                self.session.rewind(1)
+            except InvalidArgument:  # evicted states and tokens cannot be rewound
+                ids, _ = self._next_prompt(question, keeps_end=True)
+        return ids
+
+    def _next_prompt(self, question: str, keeps_end: bool = False) -> tuple[list[int], bool]:
+        """Return the tokens to prefill, and whether the end token before them is removed first.
+
+        An end token other than the template's is: no turn followed it in training. keeps_end:
+        whether it stays all the same.
+        """
         tokens, spans = self.session.tokens, self.session.span_ranges
         if not tokens:
-            return self.template.encode_first_turn(self.system, question)[0]
+            return self.template.encode_first_turn(self.system, question)[0], False
         opening, *rest = self.template.later_turn_pieces(question)
         _, system_end = spans.get("system", spans.get("opening", (0, None)))
         if system_end == len(tokens):  # no turn follows the system prompt
-            return encode_pieces(self.codec, [opening, *rest])[0]
+            return encode_pieces(self.codec, [opening, *rest])[0], False
         closing_ids = self.codec.encode_sealed(self.template.answer_end)
         ids, _ = encode_pieces(self.codec, [self.template.answer_end + opening, *rest])
-        if tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0]:
-            # An end token other than the template's: no turn followed it in training.
-            with suppress(InvalidArgument):  # evicted states and tokens cannot be rewound
-                self.session.rewind(1)
-        return ids[overlap_length(self.session.tokens, ids[: len(closing_ids)]) :]
+        removes_end = tokens[-1] in self._eos_token_ids and tokens[-1] != ids[0] and not keeps_end
+        kept = tokens.first(len(tokens) - removes_end)
+        return ids[overlap_length(kept, ids[: len(closing_ids)]) :], removes_end
 
     def name_turn(
         self,
@@ -194,6 +207,10 @@ class Conversation:
 
     def end_turn(self) -> None:
         """Name the span of the newest turn's answer, which is complete."""
+        with interrupts_deferred():
+            self._name_answer()
+
+    def _name_answer(self) -> None:
         if not self.last_turn:
             return
         turn, tokens = f"turn {self.last_turn}", self.session.tokens
@@ -246,7 +263,7 @@ class Conversation:
             raise InvalidArgument("the newest turn has an answer: say something, or align messages")
         if not self._is_question_end(len(self.session.tokens)):
             raise InvalidArgument("the newest message was cut off: say something, or undo it")
-        sampling = sampling or self.session.core.model.default_sampling
+        max_tokens, sampling = self._checked(max_tokens, sampling)
         try:
             events = list(self.read_answer(max_tokens, sampling))
         finally:
@@ -283,16 +300,22 @@ class Conversation:
     ) -> Generator[OutputEvent, None, None]:
         """Answer a user's message as `stream`; yield the text and the reasoning as events."""
         validation.text("question", question)
+        max_tokens, sampling = self._checked(max_tokens, sampling)
+        ids, removes_end = self._next_prompt(question)
+        self.session.core.memory.require_room(len(ids) - removes_end)
         if self.is_open:
             self.end_turn()  # of an answer that was cut off
         ids, start = self.begin_turn(question), len(self.session.tokens)
+        is_named = False
         try:
             self.session.feed(ids)
-        except (KeyboardInterrupt, KvkeepError):
-            self.cancel_turn(question, ids, len(self.session.tokens) - start)
+            with interrupts_deferred():
+                self.name_turn(question, len(ids))
+                is_named = True
+        except BaseException:
+            if not is_named:
+                self.cancel_turn(question, ids, len(self.session.tokens) - start)
             raise
-        self.name_turn(question, len(ids))
-        sampling = sampling or self.session.core.model.default_sampling
         try:
             yield from self.read_answer(max_tokens, sampling)
         finally:
@@ -331,6 +354,17 @@ class Conversation:
     def snapshot(self) -> "Snapshot":
         """Return a snapshot of the session with the system prompt in its notes."""
         return replace(self.session.snapshot(), notes={CHAT_NOTES_KEY: self.notes})
+
+    def _checked(
+        self, max_tokens: int | None, sampling: "Sampling | None"
+    ) -> "tuple[int | None, Sampling]":
+        """Return the arguments of an answer. Raises InvalidArgument."""
+        from kvkeep.session.sampling import Sampling  # imports torch
+
+        if sampling is None:
+            sampling = self.session.core.model.default_sampling
+        validation.instance("sampling", sampling, Sampling)
+        return validation.optional_integer("max_tokens", max_tokens, 0), sampling
 
     def _name_system(self, question: str, end: int) -> None:
         """Name the tokens before the first turn: the first `end`."""

@@ -194,7 +194,7 @@ class LocalChat(ChatLoop):
         start = len(session.tokens)
         try:
             self.run.feed(ids)
-        except (KeyboardInterrupt, KvkeepError):
+        except BaseException:
             count = len(session.tokens) - start
             if not conversation.cancel_turn(message, ids, count):
                 say(
