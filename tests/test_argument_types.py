@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import small_model
+from small_models import local_spec, small_model
 
 from kvkeep import PrefixStore, Sampling, Session, SessionGroup, Snapshot, calibrate
 from kvkeep.errors import InvalidArgument
 from kvkeep.loader import load_model
 
 MODEL = small_model()
+LOCAL_MODEL = small_model(spec=local_spec())
 PROMPT = list(range(1, 40))
 NO_NUMBERS: tuple[Any, ...] = (
     1024.0,
@@ -44,6 +45,8 @@ def fed() -> Session:
 
 WHOLE_NUMBERS: dict[str, Callable[[Any], object]] = {
     "prefill_step": lambda x: MODEL.session(64, prefill_step=x),
+    "set prefill_step": lambda x: setattr(fed(), "prefill_step", x),
+    "branch_at": lambda x: fed().branch_at(x),
     "set keep": lambda x: setattr(fed(), "keep", x),
     "set discard": lambda x: setattr(MODEL.session(64, policy="shift"), "discard", x),
     "rewind": lambda x: fed().rewind(x),
@@ -105,6 +108,26 @@ def test_optional_integer_arguments_refuse_other_types(name: str, value: Any) ->
 def test_number_arguments_refuse_non_finite_values(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match="found"):
         NUMBERS[name](value)
+
+
+def test_settings_that_no_snapshot_can_hold_are_refused() -> None:
+    session = LOCAL_MODEL.session(64)
+    session.feed(PROMPT)
+    session.prefill_step = np.int64(16)
+    assert type(session.prefill_step) is int
+    calls: tuple[Callable[[int], object], ...] = (
+        lambda x: setattr(session, "prefill_step", x),
+        lambda x: setattr(session, "checkpoint_bytes", x),
+        lambda x: session.branch_at(x),
+        lambda x: MODEL.session(64, prefill_step=x),
+    )
+    for call in calls:
+        for value in (-1, 2**60):
+            with pytest.raises(InvalidArgument, match=f"found {value}"):
+                call(value)
+    with pytest.raises(InvalidArgument, match="found 0"):
+        session.prefill_step = 0
+    assert session.prefill_step == 16
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, torch.tensor])

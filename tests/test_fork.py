@@ -148,6 +148,19 @@ def test_a_fork_at_a_forgotten_token_is_refused() -> None:
             session.fork(at=wrong)
 
 
+def test_a_fork_at_a_token_has_its_length_while_another_thread_adds_tokens(monkeypatch) -> None:
+    session, forked = MODEL.session(128, policy="full"), Session._forked
+    session.feed(TEXT)
+
+    def forked_later(session: Session) -> Session:
+        session.feed([7, 8])  # as a thread does that gets the compute lock first
+        return forked(session)
+
+    monkeypatch.setattr(Session, "_forked", forked_later)
+    assert session.fork(at=50).tokens == TEXT[:50]
+    assert session.fork(at=len(TEXT) + 4).tokens == [*TEXT, 7, 8, 7, 8]
+
+
 def storage(session: Session) -> list[int]:
     """Where the cells of a session begin in memory."""
     return [segment.block.slots.keys.data_ptr() for segment in session.cache.segments]

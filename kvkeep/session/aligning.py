@@ -162,7 +162,7 @@ class AlignedFeeding(Iterator[FeedStep]):
     def __init__(self, core: SessionCore, plan: AlignmentPlan, source: SessionState | None = None):
         self.total, self.done = plan.evaluated, 0
         self._core, self._plan = core, plan
-        self._source_spans = None if source is None else source.spans
+        self._source = None if source is None else (dict(source.spans), source.rounded)
         self._memory = (source or core.state).memory.fork()
         self._steps: Iterator[int] = _steps(self._memory, plan, core.prefill_step)
         self._tail: Feeding | None = None
@@ -178,8 +178,8 @@ class AlignedFeeding(Iterator[FeedStep]):
             return self._advance(count)
         if self._tail is None:
             with session_transaction([self._core]) as (state,):
-                if self._source_spans is not None:
-                    state.spans = dict(self._source_spans)
+                if self._source is not None:
+                    state.spans, state.rounded = self._source
                 _replace_memory(state, self._memory, self._plan)
             self._tail = Feeding(self._core, list(self._plan.tail.ids))
         return self._advance(self._tail.step().tokens)

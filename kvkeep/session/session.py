@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.shallow_copy import shallow_copy
+from kvkeep.cache.state import MAX_EXACT_INT
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
@@ -51,7 +52,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         store: PrefixCache | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        prefill_step = validation.integer("prefill_step", prefill_step, 1)
+        prefill_step = validation.integer("prefill_step", prefill_step, 1, MAX_EXACT_INT)
         state = SessionState(Memory(model.decoder, policy, bits))
         if store is not None and not isinstance(store, PrefixCache):
             raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
@@ -259,11 +260,10 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
         progress: of tokens that are evaluated again for `at`; see `rewind`.
         """
-        total = len(self.tokens)
-        at = validation.optional_integer("at", at)
+        at, fork = validation.optional_integer("at", at), self._forked()
+        total = len(fork.tokens)  # other threads may have added tokens to this session since
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork must be at 0 to {total} tokens; found {at}")
-        fork = self._forked()
         if at is not None:
             fork.rewind(total - at, progress)
         return fork
@@ -314,7 +314,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
     @prefill_step.setter
     def prefill_step(self, size: int) -> None:
-        self.core.prefill_step = size
+        self.core.prefill_step = validation.integer("prefill_step", size, 1, MAX_EXACT_INT)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -329,7 +329,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
     @checkpoint_bytes.setter
     def checkpoint_bytes(self, size: int) -> None:
-        size = validation.integer("checkpoint_bytes", size, 0)
+        size = validation.integer("checkpoint_bytes", size, 0, MAX_EXACT_INT)
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.limited(size)
 
@@ -338,6 +338,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
         If there is none yet, it is taken if a prefill step ends there.
         """
+        num_tokens = validation.integer("num_tokens", num_tokens, 0, MAX_EXACT_INT)
         if not self.core.memory.overwrites:
             return
         with session_transaction([self.core]) as (state,):

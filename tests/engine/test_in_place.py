@@ -17,6 +17,7 @@ from kvkeep.engine.record import max_session_bytes
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 SETTINGS: dict[str, Any] = {"policy": "full", "max_kv_size": 1500, "prefill_step": 32}
@@ -266,6 +267,20 @@ def test_a_named_session_is_as_before_or_after_its_alignment(tmp_path: Path):
     with Engine(MODEL, settings=SETTINGS, folder=tmp_path / "sessions") as engine:
         record = engine.inspect("a", "0", lambda record: record).result()
         assert (tuple(record.live.tokens), record.first_edit) == (aligned.tokens, ALIGNED)
+
+
+def test_a_named_session_is_marked_as_rounded_by_the_cells_that_it_takes():
+    def mark(session: Session, codec: str) -> None:
+        session.core.state = replace(session.core.state, rounded=codec)
+
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        whole(FIRST, session="a").do(engine)
+        engine.change("a", "0", "span", lambda session: mark(session, "small")).result()
+        for name in ("b", "a"):  # of another session's cells, and of its own
+            whole(text(30, 5), session="b").do(engine)
+            (result,) = whole(SECOND, session=name, alignment=IN_PLACE).do(engine)
+            assert (result.reuse.mode, result.reuse.session) == ("in_place", "a")
+            assert engine.find(name).result().rounded == "small"
 
 
 def test_rereading_everything_is_an_evaluation_as_if_it_were_alone():
