@@ -88,3 +88,39 @@ def test_messages_that_cannot_be_rendered_change_nothing(chat: Conversation) -> 
     with pytest.raises(InvalidArgument):
         chat.align([{"role": "user", "content": "x"}], mode="other")  # type: ignore[arg-type]
     assert (list(chat.session.tokens), dict(chat.session.span_ranges)) == (tokens, spans)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "exact"])
+def test_a_longer_system_prompt_is_never_evicted(smollm2: Model, mode: Any) -> None:
+    old, new = "Be brief.", "Be brief. Answer in one sentence, and never say the word sea."
+    chat = smollm2.chat(old, max_kv_size=120)
+    answer = chat.say("Name a sea.", 4, GREEDY)
+    messages = [
+        {"role": "system", "content": new},
+        {"role": "user", "content": "Name a sea."},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "Name a river."},
+    ]
+    chat.align(messages, mode=mode, min_saved=0)
+    assert chat.session.keep == chat.session.span_ranges["system"][1]
+    for _ in range(6):
+        chat.say("Tell me about another town of Italy, please, and its river.", 4, GREEDY)
+    span = chat.session.spans["system text"]
+    assert span.remembered == span.end - span.start
+
+
+def test_a_system_prompt_without_room_is_refused_and_one_that_is_not_kept_is_not(
+    smollm2: Model,
+) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hi"}]
+    chat = smollm2.chat("Be brief.", max_kv_size=120)
+    chat.say("Name a sea.", 4, GREEDY)
+    tokens, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
+    with pytest.raises(InvalidArgument, match="keep must leave room"):
+        chat.align(messages, mode="exact")
+    assert (chat.session.tokens, dict(chat.session.span_ranges)) == (tokens, spans)
+    assert chat.system == "Be brief."
+    chat = smollm2.chat("Be brief.", max_kv_size=120, keep=0)
+    chat.say("Name a sea.", 4, GREEDY)
+    chat.align(messages, mode="exact")
+    assert chat.session.keep == 0

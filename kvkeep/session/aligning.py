@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.runtime.worker import computes_in_worker
+from kvkeep.runtime.worker import computes_in_caller, computes_in_worker
 from kvkeep.session.alignment import (
     AlignmentOptions,
     AlignmentPlan,
@@ -14,12 +14,14 @@ from kvkeep.session.alignment import (
 )
 from kvkeep.session.core import SessionCore, SessionState, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.editing import prepare_edit
+from kvkeep.session.editing import evaluate_suffix
 from kvkeep.session.evaluation import evaluate_all, refill_overwritten
 from kvkeep.session.feeding import Feeding, FeedStep
 from kvkeep.session.in_place_edit import LOCAL_WINDOWS, InPlaceEdit
 from kvkeep.session.memory import Memory
+from kvkeep.session.retained import Retained, keep_after
 from kvkeep.session.token_diff import common_length
+from kvkeep.types import AlignmentMode
 
 _ALTERNATIVE = 'use mode="exact", or a new session'
 
@@ -35,6 +37,7 @@ def plan_for(memory: Memory, target: Sequence[int], options: AlignmentOptions) -
     window = None if local_cache is None else local_cache.window.size
     plan = plan_alignment(memory.tokens.array(), target, options, LOCAL_WINDOWS * (window or 0))
     _require_room(memory, plan.peak_tokens)
+    Retained.after(memory, plan.changes, memory.policy.keep)  # its pins fit
     return plan
 
 
@@ -65,74 +68,92 @@ def _require_room(memory: Memory, num_tokens: int) -> None:
         )
 
 
+@computes_in_caller
 def align(
     core: SessionCore,
     target: list[int],
     options: AlignmentOptions,
     progress: Callable[[int], None] | None = None,
+    min_keep: int = 0,
 ) -> AlignmentReport:
-    """Make `target` the session's text: see `Session.align`."""
-    started, reason = time.perf_counter(), "exact alignment was asked for"
+    """Make `target` the session's text: see `Session.align`.
+
+    min_keep: how many of its first tokens are kept, at least, by policies that evict others.
+    """
+    started, memory = time.perf_counter(), core.memory
+    plan, reason = None, "exact alignment was asked for"
     if options.mode == "in_place":
-        plan = plan_for(core.memory, target, options)
-        if plan.seams and plan.saved >= options.min_saved:
-            return _align_in_place(core, plan, started, progress)
+        plan = plan_for(memory, target, options)
         reason = f"it would save {plan.saved} tokens; expected {max(1, options.min_saved)} or more"
-    return _align_exactly(core, target, reason, started, progress)
+    changes = plan.changes if plan else changed_ranges(memory.tokens.array(), target)
+    retained = Retained.after(memory, changes, keep_after(memory, changes, min_keep))
+    del memory  # its cells could not be freed
+    guard = StateGuard(core)
+    if plan and plan.seams and plan.saved >= options.min_saved:
+        memory = _aligned_in_place(core, plan, retained, progress)
+        counts, reason = (plan.seams, plan.kept, plan.moved, plan.evaluated), ""
+    else:
+        plan = None
+        memory, num_evaluated = _aligned_exactly(core, target, retained, progress)
+        counts = (0, max(0, len(target) - num_evaluated), 0, num_evaluated)
+    with session_transaction([core]) as (state,):
+        guard.require_unchanged()
+        state.memory = memory
+        state.keep_first_prompt(len(target))
+        for change in changes:
+            state.move_spans(*change)
+    mode: AlignmentMode = "in_place" if plan else "exact"
+    return AlignmentReport(mode, reason, *counts, time.perf_counter() - started)
 
 
-def _align_in_place(
+def _aligned_in_place(
     core: SessionCore,
     plan: AlignmentPlan,
-    started: float,
+    retained: Retained,
     progress: Callable[[int], None] | None,
-) -> AlignmentReport:
-    guard, memory = StateGuard(core), core.memory.fork()
-    for count in _steps(memory, plan, core.prefill_step):
+) -> Memory:
+    """Return the memory of the text that a plan makes in place."""
+    memory = core.memory.fork()
+    for count in _steps(memory, plan, retained, core.prefill_step):
         if progress:
             progress(count)
     evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
-    with session_transaction([core]) as (state,):
-        guard.require_unchanged()
-        _replace_memory(state, memory, plan)
-    counts = (plan.seams, plan.kept, plan.moved, plan.evaluated)
-    return AlignmentReport("in_place", "", *counts, time.perf_counter() - started)
+    retained.apply(memory)
+    return memory
 
 
-def _align_exactly(
+def _aligned_exactly(
     core: SessionCore,
     target: list[int],
-    reason: str,
-    started: float,
+    retained: Retained,
     progress: Callable[[int], None] | None,
-) -> AlignmentReport:
-    guard, memory, tokens = StateGuard(core), core.memory, core.memory.tokens
-    kept, end = common_length(tokens.array(), target[:-1]), len(tokens)
+) -> tuple[Memory, int]:
+    """Return the memory of a text of which all after the common beginning is evaluated.
+
+    Also returns how many tokens were evaluated.
+    """
+    memory, total = core.memory, len(core.memory.tokens)
+    kept = common_length(memory.tokens.array(), target[:-1])
     core.state.check_first_prompt(len(target))
-    if end - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
+    if total - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
         memory = memory.fork()
         memory.clear()
-        kept = end = 0
-    finish, num_evaluated = prepare_edit(
-        *(memory, kept, end, target[kept:], "suffix", core.prefill_step, progress)
-    )
-    with session_transaction([core]) as (state,):
-        guard.require_unchanged()
-        state.memory, _ = finish(state.memory)
-        state.keep_first_prompt(len(target))
-        state.move_spans(kept, len(tokens), len(target) - kept)
-    kept = max(0, len(target) - num_evaluated)
-    seconds = time.perf_counter() - started
-    return AlignmentReport("exact", reason, 0, kept, 0, num_evaluated, seconds)
+        kept = total = 0
+    memory.require_room(len(target) - total)
+    ids, pins = target[kept:], retained.pinned[kept:]
+    return evaluate_suffix(memory, kept, ids, pins, retained.keep, core.prefill_step, progress)
 
 
-def _steps(memory: Memory, plan: AlignmentPlan, prefill_step: int) -> Generator[int, None, None]:
+def _steps(
+    memory: Memory, plan: AlignmentPlan, retained: Retained, prefill_step: int
+) -> Generator[int, None, None]:
     """Apply a plan to a fork of a memory up to its tail; yield the tokens of each step.
 
     Earlier edits come first, so that the new tokens of later ones attend to the new text. The
     memory has no logits before its tail is evaluated. It must be discarded if this raises.
     """
     memory.drop_newest(len(memory.tokens) - plan.tail.start)
+    memory.set_pins(())  # an edit would pin tokens that are only evaluated again, or none of them
     growth = 0
     for edit in plan.edits:
         scope = EditScope.from_range(memory, edit.start + growth, edit.end + growth, edit.ids)
@@ -140,13 +161,7 @@ def _steps(memory: Memory, plan: AlignmentPlan, prefill_step: int) -> Generator[
         in_place_edit.splice(memory)
         growth += edit.growth
     refill_overwritten(memory, LOCAL_WINDOWS)
-
-
-def _replace_memory(state: SessionState, memory: Memory, plan: AlignmentPlan) -> None:
-    """Put an aligned memory into a session's next state, and move its spans."""
-    state.memory = memory
-    for start, end, added_count in changed_ranges(plan):
-        state.move_spans(start, end, added_count)
+    retained.apply(memory)
 
 
 class AlignedFeeding(Iterator[FeedStep]):
@@ -163,8 +178,10 @@ class AlignedFeeding(Iterator[FeedStep]):
         self.total, self.done = plan.evaluated, 0
         self._core, self._plan = core, plan
         self._source = None if source is None else (dict(source.spans), source.rounded)
-        self._memory = (source or core.state).memory.fork()
-        self._steps: Iterator[int] = _steps(self._memory, plan, core.prefill_step)
+        self._memory = memory = (source or core.state).memory.fork()
+        # `keep` counts the first tokens of any prompt: it stays as it was set.
+        self._retained = Retained.after(memory, plan.changes, memory.policy.keep)
+        self._steps: Iterator[int] = _steps(memory, plan, self._retained, core.prefill_step)
         self._tail: Feeding | None = None
         self._failed = False
 
@@ -180,9 +197,15 @@ class AlignedFeeding(Iterator[FeedStep]):
             with session_transaction([self._core]) as (state,):
                 if self._source is not None:
                     state.spans, state.rounded = self._source
-                _replace_memory(state, self._memory, self._plan)
+                state.memory = self._memory
+                for change in self._plan.changes:
+                    state.move_spans(*change)
             self._tail = Feeding(self._core, list(self._plan.tail.ids))
-        return self._advance(self._tail.step().tokens)
+        count = self._tail.step().tokens
+        if self._tail.done == self._tail.total:
+            with session_transaction([self._core]) as (state,):
+                self._retained.apply(state.memory)
+        return self._advance(count)
 
     def _edit(self) -> int:
         """Evaluate a step of the edits; return its tokens, 0 if all are done."""

@@ -25,8 +25,11 @@ from kvkeep.types import AlignmentMode
 DEFAULT_REREAD = 16  # tokens that are evaluated again after a seam
 DEFAULT_REREAD_SHARE = 0.05  # of a text: with so much of it evaluated, no more is evaluated again
 DEFAULT_MIN_SAVED = 256  # tokens that alignment in place must save
+SINKS = 4  # first tokens, which all others attend to
 _MIN_RUN = 32  # tokens that are worth a seam
-_SINKS = 4  # first tokens, which all others attend to
+_MIN_EQUAL = 8  # equal tokens that names and pins stay with
+
+Change = tuple[int, int, int]  # a replaced range, and how many tokens replace it
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class AlignmentPlan:
     edits: in the order of the text, one for each seam. tail: replaces the end of the text, and is
     evaluated after all edits. kept: tokens of the common beginning, whose cells stay as they are.
     moved: tokens whose cells stay, but were computed after another text. evaluated: all others of
-    the new text. refilled: at most so many tokens are evaluated again for windows of local layers.
+    the new text. changes: see `changed_ranges`. refilled: at most so many tokens are evaluated
+    again for windows of local layers.
     """
 
     edits: tuple[TokenEdit, ...]
@@ -61,6 +65,7 @@ class AlignmentPlan:
     kept: int
     moved: int
     evaluated: int
+    changes: tuple[Change, ...]
     refilled: int = 0
 
     @property
@@ -133,7 +138,8 @@ def plan_alignment(
     Runs of equal tokens too short to be worth a seam are evaluated, as is the last token, for its
     logits. refill: tokens before each edit that are evaluated again for windows of local layers.
     """
-    kept, runs = _reusable_runs(tokens, target)
+    all_runs = equal_runs(tokens, target, _MIN_EQUAL)
+    kept, runs = _reusable_runs(all_runs, len(target))
     edits, position, moved = list[TokenEdit](), EqualRun(kept, kept, 0), 0
     for run, reread in zip(runs, _rereads(runs, kept, len(target), options), strict=True):
         if reread == run.length:
@@ -145,17 +151,18 @@ def plan_alignment(
     tail = TokenEdit(position.old, np.size(tokens), tuple(target[position.new :]))
     evaluated = len(target) - kept - moved
     refilled = _count_refilled(edits, len(target) - len(tail.ids), refill) if refill else 0
-    return AlignmentPlan(tuple(edits), tail, kept, moved, evaluated, refilled)
+    changes = tuple(_changes_between(all_runs, np.size(tokens), len(target)))
+    return AlignmentPlan(tuple(edits), tail, kept, moved, evaluated, changes, refilled)
 
 
-def _reusable_runs(tokens: ArrayLike, target: Sequence[int]) -> tuple[int, list[EqualRun]]:
+def _reusable_runs(all_runs: Sequence[EqualRun], num_target: int) -> tuple[int, list[EqualRun]]:
     """Return the length of the common beginning, and the later runs that are worth a seam."""
     kept, runs = 0, list[EqualRun]()
-    for run in equal_runs(tokens, target, _MIN_RUN):
-        length = min(run.length, len(target) - 1 - run.new)
+    for run in all_runs:
+        length = min(run.length, num_target - 1 - run.new)
         if run.old == run.new == 0:
             kept = length
-        elif length >= _MIN_RUN + (0 if run.new else _SINKS):
+        elif length >= _MIN_RUN + (0 if run.new else SINKS):
             runs.append(replace(run, length=length))
     return kept, runs
 
@@ -177,13 +184,13 @@ def _rereads(
         wanted_here if share >= wanted_here else max(min(share, run.length - _MIN_RUN), sinks)
         for run, wanted_here, share in zip(runs, wanted, shares, strict=True)
         # The first tokens are attention sinks, which only the beginning of a text can be.
-        for sinks in [0 if run.new else _SINKS]
+        for sinks in [0 if run.new else SINKS]
     ]
 
 
 def _whole_or(run: EqualRun, reread: int) -> int:
     """Return how many tokens of a run would be evaluated again without a limit in all."""
-    reread = reread if run.new else max(reread, _SINKS)
+    reread = reread if run.new else max(reread, SINKS)
     return run.length if run.length - reread < _MIN_RUN else reread
 
 
@@ -216,12 +223,22 @@ def _count_refilled(edits: Sequence[TokenEdit], tail_start: int, refill: int) ->
     return sum(min(start, refill) for start in [*starts, tail_start])
 
 
-def changed_ranges(plan: AlignmentPlan) -> Iterator[tuple[int, int, int]]:
-    """Yield each replaced range and how many tokens replace it, for edits one after the other.
+def changed_ranges(tokens: ArrayLike, target: Sequence[int]) -> tuple[Change, ...]:
+    """Return the ranges in which a text differs from another one, and how many tokens replace each.
 
-    Without tokens that are only evaluated again.
+    They are replaced one after the other, so that each counts from the new beginning of the text.
     """
-    growth = 0
-    for edit in (*plan.edits, plan.tail):
-        yield edit.start + growth, edit.end + growth - edit.reread, len(edit.ids) - edit.reread
-        growth += edit.growth
+    runs = equal_runs(tokens, target, _MIN_EQUAL)
+    return tuple(_changes_between(runs, np.size(tokens), len(target)))
+
+
+def _changes_between(
+    runs: Sequence[EqualRun], num_tokens: int, num_target: int
+) -> Iterator[Change]:
+    """Yield what is replaced between equal runs; see `changed_ranges`."""
+    old_end = new_end = 0
+    for run in (*runs, EqualRun(num_tokens, num_target, 0)):
+        removed_count, added_count = run.old - old_end, run.new - new_end
+        if removed_count or added_count:
+            yield new_end, new_end + removed_count, added_count
+        old_end, new_end = run.old + run.length, run.new + run.length

@@ -243,7 +243,8 @@ class Conversation:
 
         For a history that changed: with another system prompt, without old messages, or with others
         between them. An answer that says what one of the session says keeps its tokens; tokens that
-        differ are edited in place. If the last message is a user's, `answer` answers it.
+        differ are edited in place. A system prompt that is never evicted stays so, however long it
+        becomes. If the last message is a user's, `answer` answers it.
 
         messages: dicts with `role` and `content`, as in OpenAI's API. progress, options:
         `min_saved`, `reread` and `reread_share`, as of `Session.align`, whose errors this raises.

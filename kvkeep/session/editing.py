@@ -139,21 +139,55 @@ def prepare_edit(
         _require_cells_only(memory)
         return InPlaceEdit.prepare(memory, scope, prefill_step, progress).apply, len(ids) + 1
     memory.require_room(scope.growth)
-    memory.require_rewind(total - start)
-    following_ids = [*ids, *memory.tokens[end:]]
     pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
-    edited_memory = memory.fork()
-    _, last_ids, pinned = edited_memory.rewind(total - start)
+    edited_memory, num_evaluated = evaluate_suffix(
+        *(memory, start, [*ids, *memory.tokens[end:]], pins, scope.keep, prefill_step, progress)
+    )
+    return lambda successor: (edited_memory, 0), num_evaluated
+
+
+def evaluate_suffix(
+    memory: Memory,
+    start: int,
+    ids: Sequence[int],
+    pins: Sequence[bool],
+    keep: int | None,
+    prefill_step: int,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Memory, int]:
+    """Return a fork of a memory with `ids` in place of all from token `start` on.
+
+    Also returns how many tokens were evaluated. pins: whether each of `ids` is pinned. keep: the
+    policy's setting; None if it evicts none. progress: as of `prepare_edit`. Raises InvalidArgument
+    if tokens from `start` on are not held.
+    """
+    count, edited_memory = len(memory.tokens) - start, memory.fork()
+    memory.require_rewind(count)
+    _, last_ids, pinned = edited_memory.rewind(count)
     step_size = min(prefill_step, REFILL_STEP_TOKENS)
     num_refilled = reevaluate_last(edited_memory, last_ids, pinned, None, step_size, progress)
-    if scope.keep is not None:
-        edited_memory.change_policy(keep=scope.keep)
-    for pinned, run in itertools.groupby(zip(pins, following_ids, strict=True), itemgetter(0)):
+    if keep is not None:
+        edited_memory.change_policy(keep=keep)
+    for pinned, run in itertools.groupby(zip(pins, ids, strict=True), itemgetter(0)):
         run_ids = [token for _, token in run]
-        evaluate_all(edited_memory, run_ids, prefill_step, pinned, progress)
+        evaluate_run = _evaluate_and_pin if pinned else evaluate_all
+        evaluate_run(edited_memory, run_ids, prefill_step, progress=progress)
     edited_memory.cache.segments = merge_small_segments(edited_memory.cache.segments)
-    num_evaluated = num_refilled + len(last_ids) + len(following_ids)
-    return lambda successor: (edited_memory, 0), num_evaluated
+    return edited_memory, num_refilled + len(last_ids) + len(ids)
+
+
+def _evaluate_and_pin(
+    memory: Memory,
+    ids: Sequence[int],
+    prefill_step: int,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Evaluate tokens and pin them, each time as many as a window surely holds of the newest."""
+    while ids:
+        policy, cache = memory.policy, memory.cache
+        count = max(1, policy.window_limit(cache) - policy.discard_count(cache))
+        evaluate_all(memory, ids[:count], prefill_step, True, progress)
+        ids = ids[count:]
 
 
 def _require_cells_only(memory: Memory) -> None:

@@ -144,7 +144,8 @@ class SessionEdits:
         Where the prompt and the text differ, tokens are deleted, inserted and replaced. With mode
         "in_place" the cells of later equal tokens stay as they were computed, after another text:
         this is cheap, and not exact. "exact" evaluates everything after the first difference again,
-        and so does "in_place" where it would save fewer than `min_saved` tokens.
+        and so does "in_place" where it would save fewer than `min_saved` tokens. With either, pins,
+        spans and `keep` stay with the tokens that are equal, and grow by those between them.
 
         reread: how many tokens after each edit in place are evaluated again, at most: more cost
             more, and come closer to an exact evaluation.
@@ -155,8 +156,8 @@ class SessionEdits:
             session.
 
         Raises InvalidArgument if it cannot be done, as "in_place" for models with states and for
-        sessions whose tokens were evicted or compressed; and ContextFull as `feed`. Nothing is
-        changed then, or by Ctrl-C.
+        sessions whose tokens were evicted or compressed, or if pins have no room; and ContextFull
+        as `feed`. Nothing is changed then, or by Ctrl-C.
         """
         options = AlignmentOptions(mode, min_saved, reread, reread_share)
         ids = self.core.encode(prompt, special)

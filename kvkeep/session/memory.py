@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -422,7 +422,6 @@ class Memory:
         """Change the policy's settings and rearrange the cache, or raise InvalidArgument before."""
         self.policy = self.policy.reconfigure(self.cache, self.pins, **settings)
 
-    @torch.inference_mode()
     def pin(self, start: int, end: int) -> None:
         """Turn tokens `start ... end - 1` into anchors, wherever they lie.
 
@@ -435,17 +434,26 @@ class Memory:
             raise InvalidArgument(f"tokens {start} to {end} are not all in the cache")
         if serials & self.pins:
             raise InvalidArgument(f"some of tokens {start} to {end} are already pinned")
-        self.policy = self.policy.reconfigure(self.cache, self.pins | serials)
-        self.pins |= serials
+        self.set_pins(self.pins | serials)
 
-    @torch.inference_mode()
     def unpin(self, start: int, end: int) -> None:
         """Return pinned tokens to the window, as its oldest. Raises InvalidArgument without any."""
         serials = self.pins & set(self.serials[start:end])
         if not serials:
             raise InvalidArgument(f"none of tokens {start} to {end} is pinned")
-        self.policy = self.policy.reconfigure(self.cache, self.pins - serials)
-        self.pins -= serials
+        self.set_pins(self.pins - serials)
+
+    @torch.inference_mode()
+    def set_pins(self, serials: Iterable[int], keep: int | None = None) -> None:
+        """Pin the tokens with these serials, all held, and no others.
+
+        keep: the policy's setting from now on; None to leave it. Raises InvalidArgument if they
+        would not fit.
+        """
+        pins, settings = frozenset(serials), {} if keep is None else {"keep": keep}
+        if pins != self.pins or keep not in (None, self.policy.keep):
+            self.policy = self.policy.reconfigure(self.cache, pins, **settings)
+            self.pins = pins
 
 
 def memory_bytes(memories: Sequence[Memory]) -> int:

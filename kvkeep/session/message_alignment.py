@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvkeep import validation
 from kvkeep.chat.messages import Chat, Message
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.chat.written import WrittenAnswers, written_answer
+from kvkeep.session.aligning import align
 from kvkeep.session.message_spans import reasoning_range
 from kvkeep.session.turn_template import count_system_tokens
 
@@ -51,18 +53,25 @@ def align_messages(
     render_options = RenderOptions(continue_final=False, generation_prompt=opens_answer)
     find = partial(_answers(chat).find, _OWNER, restore_reasoning=False)
     prompt = chat.session.core.model.renderer.render(parsed, render_options, find)
-    report = chat.session.align(
-        prompt.ids,
-        mode=options.mode,
-        min_saved=options.min_saved,
-        reread=options.reread,
-        reread_share=options.reread_share,
-        progress=progress,
-    )
     systems = [message.text for message in parsed.messages if message.role == "system"]
-    chat.system = systems[0] if systems else None
+    system = systems[0] if systems else None
+    progress = validation.progress(progress)
+    min_keep = _count_tokens_to_keep(chat, system)
+    report = align(chat.session.core, prompt.ids, options, progress, min_keep)
+    chat.system = system
     _name_turns(chat, parsed.messages)
     return report
+
+
+def _count_tokens_to_keep(chat: ChatParts, system: str | None) -> int:
+    """Return how many tokens a system prompt has, if policies that keep tokens are to keep it.
+
+    Not if the session was set not to keep its system prompt, nor in an archive that had none.
+    """
+    session = chat.session
+    _, old_end = session.span_ranges.get("system", (0, 0))
+    keeps = old_end <= session.keep if old_end else session.policy in ("sliding", "shift")
+    return count_system_tokens(chat.codec, system) if system is not None and keeps else 0
 
 
 def _answers(chat: ChatParts) -> WrittenAnswers:

@@ -283,6 +283,35 @@ def test_a_named_session_is_marked_as_rounded_by_the_cells_that_it_takes():
             assert engine.find(name).result().rounded == "small"
 
 
+@pytest.mark.parametrize("policy", ["full", "sliding"])
+def test_pins_of_a_session_stay_with_its_text_and_keep_as_it_is(policy: str):
+    def pin(session: Session) -> None:
+        for start, end in ((15, 40), (320, 340), (480, 504)):
+            session.pin(start, end)
+
+    def pinned(session: Session) -> list[int]:
+        pins = session.core.memory.pins
+        return [i for i, serial in enumerate(session.core.memory.serials) if serial in pins]
+
+    settings = {**SETTINGS, "policy": policy}
+    if policy == "sliding":
+        settings["keep"] = 30
+    with Engine(MODEL, settings=settings) as engine:
+        (first,) = whole(FIRST, session="a").do(engine)
+        engine.change("a", "0", "pin", pin).result()
+        keep = engine.find("a").result().live.keep
+        target = (*FIRST[:20], *text(9, 1), *FIRST[25:300], *first.tokens[330:], *text(40, 2))
+        for name in ("b", "a"):
+            (second,) = whole(target, session=name, alignment=IN_PLACE).do(engine)
+            assert second.reuse.mode == "in_place"
+            session = engine.find(name).result().live
+            expected = [*range(15, 44), *range(304, 314), *range(454, 478)]
+            assert pinned(session) == expected
+            assert session.keep == keep
+        (third,) = whole((*second.tokens, 5), session="b", alignment=IN_PLACE).do(engine)
+        assert (third.reuse.mode, third.reuse.tokens) == ("in_place", len(second.tokens))
+
+
 def test_rereading_everything_is_an_evaluation_as_if_it_were_alone():
     everything = replace(IN_PLACE, reread=10**6, reread_share=1.0)
     with Engine(MODEL, settings=SETTINGS) as engine:
