@@ -222,3 +222,28 @@ def test_names_of_spans_say_their_kind() -> None:
     names = ["turn 2 result 1", "turn 1 result", "tool result b", "turn 1 answer", "turn 12"]
     spans = {name: (index, index + 1) for index, name in enumerate(names)}
     assert spans_of_kind(spans, "result") == names[:3]
+
+
+@pytest.mark.parametrize("kind", ["result", "reasoning"])
+@pytest.mark.parametrize(
+    ("one", "other", "removed"),
+    [
+        ((10, 60), (20, 50), (10, 60)),
+        ((20, 50), (10, 60), (10, 60)),
+        ((10, 60), (10, 60), (10, 60)),
+        ((10, 60), (40, 80), (10, 80)),
+        ((30, 60), (10, 60), (10, 60)),
+    ],
+)
+def test_spans_that_overlap_are_removed_together(
+    kind: str, one: tuple[int, int], other: tuple[int, int], removed: tuple[int, int]
+) -> None:
+    session = MODEL.session(max_kv_size=400, policy="full")
+    session.feed(text_of(0, 200))
+    session.name(f"turn 1 {kind} 1", *one)
+    session.name("tool result 1" if kind == "result" else "reasoning 1", *other)
+    step = "results" if kind == "result" else kind
+    session.compact(1, keep_results=0, steps=(step,), placeholder="")  # type: ignore[arg-type]
+    start, end = removed
+    assert session.tokens == [*text_of(0, start), *text_of(end, 200 - end)]
+    assert not session.spans

@@ -190,6 +190,8 @@ def _remove_spans(
     for name in names:
         if draft.memory.cache.cells <= plan.target:
             break
+        if not _is_removable(draft, name, len(ids)):
+            continue  # a span that overlaps it was removed before
         start, end = draft.state.spans[name]
         span_name = name if ids else None
         edited = edit_tokens(draft, start, end, ids, plan.recompute, span_name, plan.progress)
@@ -209,19 +211,20 @@ def _removable_spans(
     replaced_by: the tokens that take their place: shorter spans stay, and so do results that were
     removed before.
     """
-    memory, recent = core.memory, _recent_start(core, plan)
-    names = spans_of_kind(core.state.spans, kind)
+    names, recent = spans_of_kind(core.state.spans, kind), _recent_start(core, plan)
     if kind == "result":
         names = names[: max(0, len(names) - plan.keep_results)]
-    held = set(memory.cache.serials())
-    removable = []
-    for name in names:
-        start, end = core.state.spans[name]
-        serials = memory.serials[start:end]
-        is_free = held.issuperset(serials) and memory.pins.isdisjoint(serials)
-        if end <= recent and end - start > replaced_by and is_free:
-            removable.append(name)
-    return removable
+    older = [name for name in names if core.state.spans[name][1] <= recent]
+    return [name for name in older if _is_removable(core, name, replaced_by)]
+
+
+def _is_removable(core: SessionCore, name: str, replaced_by: int) -> bool:
+    """Whether a span is there, longer than `replaced_by`, held in cells, and not pinned."""
+    memory, (start, end) = core.memory, core.state.spans.get(name, (0, 0))
+    serials = memory.serials[start:end]
+    if end - start <= replaced_by or not memory.pins.isdisjoint(serials):
+        return False
+    return set(memory.cache.serials()).issuperset(serials)
 
 
 def _draft_of(core: SessionCore) -> SessionCore:
