@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import small_model
+from small_models import local_spec, small_model, state_specs
 
 import kvkeep
 from kvkeep import Sampling
@@ -305,3 +305,27 @@ def test_a_step_is_not_taken_in_if_what_is_asked_of_one_of_its_rows_overflows() 
         session.score(asked)
     assert session.tokens == TEXT
     assert torch.equal(session.logits, before)
+
+
+@pytest.mark.parametrize("spec", [None, local_spec(), state_specs()["delta_net"]])
+def test_scores_after_removed_tokens_are_those_of_a_session_that_never_had_them(spec) -> None:
+    """`take_back` and `beginning` leave no hidden state of the last token, and change no other."""
+    model, tokens = small_model(spec=spec), LONG[:60]
+    fresh, plain = model.session(), model.session()
+    for session in (fresh, plain):
+        session.feed(tokens[:40])
+    scores = fresh.score(tokens[40:])
+    assert not scores.isnan().any()
+    longer = model.session()
+    longer.feed(tokens[:40])
+    longer.feed(tokens[40:50])
+    beginning = longer.beginning(40)
+    longer.take_back(10)
+    for session in (longer, beginning):
+        unscored = session.fork()
+        unscored.feed(tokens[40:])
+        torch.testing.assert_close(session.score(tokens[40:]), scores, atol=1e-4, rtol=1e-4)
+        assert torch.equal(session.logits, unscored.logits)
+        again = session.beginning(40)
+        steps = list(again.feeding(tokens[40:], top_logprobs=2))
+        torch.testing.assert_close(steps[0].scores.logprobs, scores, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step, step_end
-from kvkeep.session.scoring import TokenScores, score_tokens
+from kvkeep.session.scoring import TokenScores, last_hidden_state, score_tokens
 from kvkeep.session.stored_prefix import StoredPrefix
 
 _TRIM_AFTER_SECONDS = 0.25  # shorter prompts skip `trim_memory`, which would take a part of that
@@ -128,14 +128,15 @@ class Feeding(Iterator[FeedStep]):
 
     def _evaluate(self, end: int) -> TokenScores | None:
         """Evaluate one step, up to `end` tokens of the prompt, and commit it to the session."""
-        core, scores = self._core, None
+        core, scores, last_hidden = self._core, None, None
+        if self._top_logprobs is not None:
+            last_hidden = last_hidden_state(core.memory)
         if core.memory.tokens is not self._tokens_after_step:
             self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
         core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session_transaction([core]) as (state,):
                 state.keep_first_prompt(self.total)
-                last_hidden = state.memory.hidden
                 if not self.done:
                     state.memory.take_checkpoint()  # at the boundary of a message
                 result = evaluate_step(state.memory, self._ids, self.done, end)

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step, step_end
+from kvkeep.session.evaluation import evaluate_step, reevaluate_last, step_end
+from kvkeep.session.memory import Memory
 
 _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
@@ -38,13 +39,26 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether
     to evaluate one token only, as if the model had chosen it: by a decode step.
     """
+    last_hidden = last_hidden_state(core.memory)
     with session_transaction([core]) as (state,):
-        last_hidden = state.memory.hidden
         state.keep_first_prompt(len(ids))
         end = step_end(done, 1 if sampled else core.prefill_step)
         hidden = evaluate_step(state.memory, ids, done, end, sampled).hidden
         targets = ids[done : done + len(hidden)]
         return score_tokens(state.memory.decoder, last_hidden, hidden, targets).logprobs
+
+
+def last_hidden_state(memory: Memory) -> Tensor | None:
+    """Return `[1, hidden_size]` of a memory's last token; None if it has no token.
+
+    It is not held where tokens after it were removed without evaluating it anew: then it is
+    evaluated in a fork, so that the memory continues to the bit as before.
+    """
+    if memory.hidden is not None or not memory.tokens:
+        return memory.hidden
+    fork = memory.fork()
+    reevaluate_last(fork, *fork.pop_last())
+    return fork.hidden
 
 
 @torch.inference_mode()
