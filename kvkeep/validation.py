@@ -95,6 +95,13 @@ def progress(value: Any) -> Callable[[int], None] | None:
     return value  # type: ignore[no-any-return]
 
 
+def items(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the items of a list or of any other iterable but text."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise _invalid(name, "a list", value)
+    return tuple(value)
+
+
 def token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
     """Return token ids from a list, an array or a tensor of whole numbers below `vocab_size`."""
     if isinstance(value, (str, bytes, bytearray, dict, set, frozenset)) or not (

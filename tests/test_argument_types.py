@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import local_spec, small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import PrefixStore, Sampling, Session, SessionGroup, Snapshot, calibrate
 from kvkeep.errors import InvalidArgument
 from kvkeep.loader import load_model
+from kvkeep.policies import Archive
 
 MODEL = small_model()
 LOCAL_MODEL = small_model(spec=local_spec())
@@ -201,6 +202,12 @@ def test_objects_of_the_wrong_type_are_refused() -> None:
         lambda: session.score([1], progress="bar"),
         lambda: SessionGroup([session, None]),
         lambda: SessionGroup([session]).next_tokens(["greedy"]),
+        lambda: SessionGroup([session]).next_tokens(5),
+        lambda: SessionGroup(5),
+        lambda: session.compact(30, steps=None),
+        lambda: session.compact(30, steps="compress"),
+        lambda: session.compact_before("a", 0.5),
+        lambda: MODEL.session(64, policy="full").compress(2, method=["knorm"]),
         lambda: MODEL.session(64, store="folder"),
         lambda: MODEL.session(64, policy="archive", calibration="file"),
         lambda: MODEL.restore({}),
@@ -216,6 +223,35 @@ def test_objects_of_the_wrong_type_are_refused() -> None:
         with pytest.raises(InvalidArgument):
             call()
     assert session.tokens == PROMPT
+
+
+def test_arguments_of_a_call_without_work_are_checked_too() -> None:
+    session: Any = MODEL.session(16)
+    session.feed(PROMPT)
+    with pytest.raises(InvalidArgument, match="progress"):
+        session.delete(8, 12, progress=3)  # of forgotten tokens
+    assert session.tokens == PROMPT
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64, 2**70])
+def test_seeds_may_be_of_any_size(seed: int) -> None:
+    session = MODEL.session(64, policy="full")
+    session.feed(PROMPT)
+    assert session.compress(2, "random", seed=seed, recent=8).cells_after < len(PROMPT)
+    session = MODEL.session(policy=Archive(64, method="random", seed=seed))
+    session.feed(PROMPT * 4)
+    assert "compressed" in session.token_status
+
+
+def test_make_room_says_what_can_be_done_instead() -> None:
+    session = MODEL.session(64, policy="full")
+    session.feed(PROMPT)
+    with pytest.raises(InvalidArgument, match=r"nothing to remove.*500 are kept.*lower keep"):
+        session.make_room(10, keep=500)
+    hybrid = small_model(spec=state_specs()["delta_net"]).session(64, policy="full")
+    hybrid.feed(PROMPT)
+    with pytest.raises(InvalidArgument, match=r'states.*delete and insert with recompute="suffix"'):
+        hybrid.make_room(10)
 
 
 def test_numpy_booleans_are_accepted() -> None:

@@ -43,12 +43,13 @@ class SessionEdits:
         span, or some of it is no longer remembered.
         """
         core, (first, last) = self.core, self.core.token_range(start, end)
+        progress = validation.progress(progress)
         if recompute == "none" and first == last:
             core.set_span(str(start), None)
             return EditReport(0, 0, 0.0, recompute)
         if recompute == "none" and core.is_forgotten((first, last)):
             return remove_forgotten(core, first, last)
-        return edit_tokens(core, first, last, [], recompute, progress=validation.progress(progress))
+        return edit_tokens(core, first, last, [], recompute, progress=progress)
 
     @computes_in_caller
     def insert(
@@ -93,13 +94,22 @@ class SessionEdits:
 
         The first `keep` tokens stay: by default those that the policy keeps, or 4.
         """
-        count, keep = validation.integer("count", count), validation.optional_integer("keep", keep)
+        count = validation.integer("count", count)
+        keep = validation.optional_integer("keep", keep, 0)
         core, memory = self.core, self.core.memory
+        memory.require_no_states(
+            "edited in place", 'use delete and insert with recompute="suffix", or a new session'
+        )
         if keep is None:
             keep = min(core.state.keep, 4) if memory.policy.name == "full" else core.state.keep
         ids = core.encode(bridge, special=False)
         max_count = len(memory.tokens) - keep - len(ids) - 1
-        if not 1 <= count <= max_count or keep < 0:
+        if max_count < 1:
+            raise InvalidArgument(
+                f"make_room has nothing to remove: of {len(memory.tokens)} tokens, {max(0, keep)} "
+                f"are kept, the bridge takes {len(ids)}, and the last one stays; lower keep"
+            )
+        if not 1 <= count <= max_count:
             raise InvalidArgument(
                 f"make_room takes 1 to {max_count} tokens, with {keep} kept tokens and a bridge of "
                 f"{len(ids)}; found {count}"

@@ -23,6 +23,7 @@ class SessionGroup:
 
     def __init__(self, sessions: Sequence[Session]):
         """Raises InvalidArgument for no session, the same session twice, or several models."""
+        sessions = validation.items("sessions", sessions)
         self.sessions = tuple(validation.instance("a session", s, Session) for s in sessions)
         if not self.sessions:
             raise InvalidArgument("a group needs at least one session; found none")
@@ -84,7 +85,8 @@ class SessionGroup:
     def _samplings_by_session(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
             return [sampling] * len(self.sessions)
-        sampling = [validation.instance("sampling", item, Sampling) for item in sampling]
+        samplings = validation.items("sampling", sampling)
+        sampling = [validation.instance("sampling", item, Sampling) for item in samplings]
         if len(sampling) != len(self.sessions):
             raise InvalidArgument(
                 f"one sampling for all, or one for each of {len(self.sessions)} sessions; "

@@ -128,7 +128,7 @@ class SessionReductions:
             keep_recent=keep_recent,
             keep_results=keep_results,
             placeholder=placeholder,
-            steps=tuple(steps),
+            steps=validation.items("steps", steps),
             recompute=recompute,
             calibration=calibration,
             progress=validation.progress(progress),
@@ -148,6 +148,7 @@ class SessionReductions:
 
         Returns None if there is room, and for other policies than "full": see `target_before`.
         """
+        new_tokens = validation.integer("new_tokens", new_tokens, 0)
         target = target_before(self.core, new_tokens, threshold)
         if target is None:
             return None

@@ -24,6 +24,6 @@ def best_method(statistics: Statistics | None) -> str:
 
 def make_method(name: str) -> Method:
     """Return a method by its name. Raises InvalidArgument for an unknown name."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InvalidArgument(f"method must be one of {', '.join(METHODS)}; found {name!r}")
     return METHODS[name]()

@@ -25,7 +25,7 @@ class Random(Eviction):
     name: ClassVar[str] = "random"
 
     def score(self, candidates: Candidates) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(candidates.seed)
+        generator = torch.Generator("cpu").manual_seed(candidates.seed % 2**64)
         score = torch.rand(candidates.shape, generator=generator, dtype=torch.float32, device="cpu")
         return score.to(candidates.cells.keys.device)
 
