@@ -125,6 +125,22 @@ def test_spans_are_what_was_said_and_can_be_replaced(chat: tuple[Model, str, boo
         assert session.text() == text
 
 
+def test_a_text_that_was_fed_between_turns_belongs_to_none(chat: tuple[Model, str, bool]) -> None:
+    """So that it stays when the turn before it is deleted."""
+    model, _, _ = chat
+    session = talked(model, None, ["Hi", "Ho"], "Fine")
+    before = session.span_ranges["turn 2"]
+    session.feed("fed text")
+    conversation = Conversation(session, model.text, model.end_token_ids, None)
+    ids = conversation.begin_turn("Hey")
+    session.feed(ids)
+    conversation.name_turn("Hey", len(ids))
+    spans = session.span_ranges
+    assert spans["turn 2"] == before
+    assert spans["turn 1"][1] == before[0]
+    assert "fed text" in model.text.decode(session.tokens[before[1] : spans["turn 3"][0]])
+
+
 def test_memory_is_what_the_template_renders(chat: tuple[Model, str, bool]) -> None:
     """To the character, and where no token reaches across a border, to the token."""
     (model, name, _), chance = chat, random.Random(8)

@@ -143,7 +143,9 @@ class Conversation:
         if previous_turn:
             # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             name = f"turn {previous_turn}"
-            self.session.name(name, self.session.span_ranges[name][0], start)
+            turn_start, turn_end = self.session.span_ranges[name]
+            if turn_end == end - num_prefilled:  # no text was fed since then
+                self.session.name(name, turn_start, start)
         elif len(prompt) == full_end and start:
             self._name_system(question, start)
         if start == end:

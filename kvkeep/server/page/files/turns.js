@@ -1,5 +1,7 @@
 // A session's text as turns, and what memory holds of each: values only, no elements.
 
+import { MARKER, messageTurns, withTurnInProgress } from "./message_turns.js";
+
 /** @typedef {"system" | "question" | "answer" | "tool" | "text"} Role */
 /** @typedef {{label: string, role: Role, start: number, end: number, text: string}} Part */
 /** @typedef {{label: string, number: number, start: number, end: number, parts: Part[]}} Turn */
@@ -7,10 +9,6 @@
 
 // From most to least of what the model holds.
 export const STANDINGS = ["pinned", "kept", "window", "grouped", "compressed", "forgotten"];
-
-const MARKER = /<\|im_start\|>(\w+)\n?/g; // of a message in ChatML; texts of other templates stay whole
-/** @type {Record<string, Role>} */
-const ROLES = { system: "system", user: "question", assistant: "answer", tool: "tool" };
 
 /**
  * Returns the turns of a session: by its spans, by the messages that its text says, or its whole text.
@@ -23,23 +21,14 @@ export function turnsOf(memory, texts) {
   if (!count) return [];
   /** @type {Turn[]} */
   const turns = [];
-  // Before the turns and after them is what was fed, and a turn in progress.
+  // Before the turns, between them and after them is what was fed, and a turn in progress.
   for (const turn of [...namedTurns(memory.spans, texts), null]) {
     const [from, to] = [turns.at(-1)?.end || 0, turn ? turn.start : count];
-    const isOutside = !turn || !turns.length;
-    if (isOutside && from < to && texts.slice(from, to).join("").trim()) {
-      const messages = messageTurns(texts.slice(0, to), from);
-      turns.push(...(memory.busy && !turn && turns.length ? [inProgress(messages, nextNumber(memory.spans))] : messages));
-    }
+    const messages = messageTurns(texts.slice(0, to), from);
+    turns.push(...(memory.busy && !turn ? withTurnInProgress(messages, nextNumber(memory.spans)) : messages));
     if (turn) turns.push(turn);
   }
   return turns.map((turn, at) => (turns.findIndex(({ label }) => label === turn.label) < at ? { ...turn, label: `${turn.label} (${turn.start})` } : turn));
-}
-
-/** Returns the turn that another client has begun. @param {Turn[]} messages @param {number} number @returns {Turn} */
-function inProgress(messages, number) {
-  const [first, last] = [messages[0], messages[messages.length - 1]];
-  return { label: `turn ${number}`, number, start: first.start, end: last.end, parts: messages.flatMap(({ parts }) => parts) };
 }
 
 /** @param {Record<string, Span>} spans */
@@ -75,42 +64,6 @@ function namedTurns(spans, texts) {
     turns.unshift({ label, number: 0, start, end, parts: part("system text", "system") });
   }
   return turns.filter(({ start, end }) => end > start);
-}
-
-// The messages that tokens `first ...` say.
-/** @param {string[]} texts @param {number} first @returns {Turn[]} */
-function messageTurns(texts, first) {
-  const whole = texts.slice(first).join("");
-  const starts = [...whole.matchAll(MARKER)];
-  if (!starts.length) return [textTurn("text", 1, first, texts.length, "text", whole)];
-  const find = tokenFinder(texts.slice(first));
-  const tokenAt = (/** @type {number} */ place) => first + find(place);
-  return starts.map((match, index) => {
-    const [from, last] = [match.index, index + 1 < starts.length ? starts[index + 1].index : whole.length];
-    const text = whole.slice(from + match[0].length, last).replace(/<\|im_end\|>\s*$/, "");
-    const [start, end] = [tokenAt(from), index + 1 < starts.length ? tokenAt(last) : texts.length];
-    return textTurn(`message ${index + 1}`, index + 1, start, end, ROLES[match[1]] || "text", text);
-  });
-}
-
-/** @param {string} label @param {number} number @param {number} start @param {number} end @param {Role} role @param {string} text @returns {Turn} */
-const textTurn = (label, number, start, end, role, text) => ({ label, number, start, end, parts: [{ label, role, start, end, text }] });
-
-// Returns a function from a place in the text to its token.
-/** @param {string[]} texts */
-function tokenFinder(texts) {
-  let length = 0;
-  const ends = texts.map((text) => (length += text.length));
-  /** @param {number} place */
-  return (place) => {
-    let [low, high] = [0, ends.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (ends[middle] > place) high = middle;
-      else low = middle + 1;
-    }
-    return low;
-  };
 }
 
 /**

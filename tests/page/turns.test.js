@@ -1,0 +1,31 @@
+// Unit tests of a session's text as turns: fed texts, and turns in progress.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+const { turnsOf } = await import("../../kvkeep/server/page/files/turns.js");
+
+const memory = (fields) => ({ tokens: 0, runs: [], spans: {}, busy: false, ...fields });
+const span = (start, end) => ({ start, end });
+
+test("a text that was fed between turns is a turn, without the end that the template writes", () => {
+  const spans = { "turn 1": span(0, 2), "turn 1 question": span(0, 1), "turn 1 answer": span(1, 2), "turn 2": span(4, 6), "turn 2 answer": span(5, 6) };
+  const texts = ["Q", "A", "Fed ", "<|im_end|>\n", "Q", "B"];
+  const turns = turnsOf(memory({ tokens: 6, spans }), texts);
+  assert.deepEqual(turns.map(({ label, start, end }) => [label, start, end]), [["turn 1", 0, 2], ["text", 2, 4], ["turn 2", 4, 6]]);
+  assert.equal(turns[1].parts[0].text, "Fed ");
+  const begun = ["Q", "A", "Fed ", "<|im_end|>\n", "<|im_start|>", "user\n", "B"];
+  const busy = turnsOf({ ...memory({ tokens: 7, spans: { "turn 1": span(0, 2), "turn 1 answer": span(1, 2) } }), busy: true }, begun);
+  assert.deepEqual(busy.map(({ label, end }) => [label, end]), [["turn 1", 2], ["text", 4], ["turn 2", 7]]);
+  const blank = turnsOf(memory({ tokens: 6, spans }), ["Q", "A", "<|im_end|>", "\n", "Q", "B"]);
+  assert.equal(blank.length, 2);
+});
+
+test("the first turn is one while it is answered, too", () => {
+  const texts = ["<|im_start|>system\n", "Be terse.", "<|im_end|>\n", "<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n", "Hello"];
+  const busy = (given) => turnsOf({ ...memory({ tokens: given.length }), busy: true }, given).map(({ label, parts }) => [label, parts.map(({ role }) => role)]);
+  assert.deepEqual(busy(texts), [["system", ["system"]], ["turn 1", ["question", "answer"]]]);
+  assert.deepEqual(busy(texts.slice(0, 5)), [["system", ["system"]], ["turn 1", ["question"]]]);
+  assert.deepEqual(busy(texts.slice(3)), [["turn 1", ["question", "answer"]]]);
+  assert.equal(busy([...texts, ...texts.slice(3)]).length, 5); // a chat that another client sent as a whole
+});
