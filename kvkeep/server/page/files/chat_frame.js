@@ -5,6 +5,7 @@ import { titleParts } from "./chat_settings.js";
 import { composer } from "./composer.js";
 import { byId, fill, h } from "./dom.js";
 import { memoryPanel } from "./memory_panel.js";
+import { endButton } from "./to_end.js";
 import { turnStrip } from "./turn_strip.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -47,13 +48,21 @@ export class ChatFrame {
     const close = h("button", { class: "small panel-close", "aria-label": "Close the memory panel", onclick: () => this.togglePanel(false) }, "×");
     this.panel.element.prepend(close);
     this.panelButton = h("button", { class: "panel-button", "aria-expanded": "false", onclick: () => this.togglePanel() }, "Memory");
-    const column = h("div", { class: "chat-column" }, this.log, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
+    this.endButton = endButton(() => {
+      this.goToEnd();
+      this.log.focus({ preventScroll: true }); // the button is hidden there
+    });
+    const column = h("div", { class: "chat-column" }, this.log, this.endButton.element, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
     const header = h("div", { class: "chat-header" }, h("div", { class: "chat-title" }, this.heading, this.origin), this.buttons, this.panelButton);
     this.element = h("div", { class: "chat" }, header, this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
     fill(container, this.element);
     this.log.addEventListener("pointerover", (/** @type {Event} */ event) => this.point(labelAt(event)));
     this.log.addEventListener("pointerleave", () => this.point(null));
-    this.log.addEventListener("drawn", () => this.followEnd());
+    this.log.addEventListener("scroll", () => this.endButton.show(!this.isNearEnd()));
+    this.log.addEventListener("drawn", () => {
+      this.followEnd();
+      this.endButton.show(!this.isNearEnd(), true);
+    });
     this.log.addEventListener("click", (/** @type {Event} */ event) => {
       const isControl = /** @type {HTMLElement} */ (event.target).closest("button, a, summary");
       if (!isControl && this.isPanelOver && this.isPanelOpen) this.togglePanel(false);
@@ -201,6 +210,7 @@ export class ChatFrame {
   /** @param {any[]} paragraphs of what each consists of */
   welcome(...paragraphs) {
     fill(this.log, h("div", { class: "welcome" }, paragraphs.map((content) => h("p", {}, content))));
+    this.endButton.show(false);
   }
 
   // Replaces the turns. The first one in view stays where it is, and turns out of view have the heights of before.
@@ -214,6 +224,7 @@ export class ChatFrame {
     if (place) scrollToPlace(this.log, place);
     if (wasInView) elements.find((turn) => turn.dataset.turn === this.selected)?.scrollIntoView({ block: "nearest" });
     this.disableChanges();
+    this.endButton.show(!this.isNearEnd());
   }
 
   distanceToEnd() {
