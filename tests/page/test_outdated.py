@@ -58,7 +58,7 @@ def expect_no_selection(page: Page) -> None:
         "Replace",
         "Insert before",
         "Branch here",
-        "Rewind to here",
+        "Rewind",
     ):
         expect(page.get_by_role("button", name=button, exact=True)).to_be_disabled()
 
@@ -119,7 +119,7 @@ def test_a_selection_by_numbers_stays_while_they_mean_the_same_tokens(
         ("Pin", {}, "Pinned"),
         ("Stay in memory", {}, "stays in memory"),
         ("Snapshot", {"name": next(names)}, "saved"),
-        ("Rewind to here", {}, "Rewound"),
+        (f"Rewind to token {total - 10} (removes 10 tokens)", {}, "Rewound"),
     ):
         press(page, button, **fields)
         expect_status(page, response)

@@ -126,8 +126,8 @@ def test_a_session_is_forked_at_a_token_and_rewound(page: Page, client: httpx.Cl
     assert memory(client, new)["tokens"] == last - 25
     show(page, name)
     select(page, last - 30, last - 20)
-    press(page, "Rewind to here")
-    expect_status(page, "Rewound")
+    press(page, f"Rewind to token {last - 20} (removes 20 tokens)")
+    expect_status(page, f"Rewound to token {last - 20}: 20 tokens removed.")
     assert memory(client, name)["tokens"] == last - 20
     page.get_by_role("link", name="Tree").click()
     branch = page.locator(".tree li", has=page.get_by_role("link", name=name, exact=True)).first

@@ -1,6 +1,9 @@
 // The buttons that change a session, and what is selected in it.
 
+import { send } from "./api.js";
+import { titleOf } from "./chat_settings.js";
 import { fill, h, number, promptDialog, showStatus } from "./dom.js";
+import { undoNamesOf } from "./undo.js";
 
 /** @typedef {import("./session_change.js").Change} Change */
 
@@ -23,7 +26,7 @@ export function sessionButtons(newChange, memory) {
       const path = `/v1/sessions/${change.name}/resident`;
       return change.send("PUT", path, { resident }, resident ? "The conversation stays in memory." : "The conversation may be moved to disk.");
     }),
-    button("Delete", remove),
+    button("Delete", (change) => remove(change, titleOf(memory()))),
   ];
 }
 
@@ -44,14 +47,18 @@ async function compress(change) {
   showStatus("Compressing...");
   const body = { ratio: values.ratio, ...(values.method ? { method: values.method } : {}) };
   const message = (/** @type {any} */ { result }) => `Compressed ${number(result.cells_before)} cells to ${number(result.cells_after)}.`;
-  await change.post("compress", body, message);
+  await change.post("compress", body, message, { undo: "compress" });
 }
 
-/** @param {Change} change */
-async function remove(change) {
-  if (!(await promptDialog(`Delete ${change.name}?`, [], "Delete"))) return;
+/** @param {Change} change @param {string} shownTitle of the session */
+async function remove(change, shownTitle) {
+  const note = "Its text and its memory are removed; this cannot be undone.";
+  if (!(await promptDialog(`Delete "${shownTitle}"?`, [], "Delete", h("p", {}, note)))) return;
+  const copies = await undoNamesOf(change.name).catch(() => []);
   const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Conversation deleted.");
-  if (deleted) location.hash = "#/";
+  if (!deleted) return;
+  for (const copy of copies) await send("DELETE", `/v1/sessions/${copy}`).catch(() => {}); // one that is left is shown in the tree
+  location.hash = "#/";
 }
 
 /** @param {Change} change @param {number | null} at null for the end */
@@ -82,23 +89,23 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   spans.addEventListener("change", () => selectSpan(spans.value));
   const range = () => ({ start: selection.start, end: selection.end });
   const rangeText = () => `tokens ${selection.start} to ${selection.end}`;
-  const rewind = (/** @type {Change} */ change) => {
-    const count = memory().tokens - selection.end;
-    return change.post("rewind", { count }, `Rewound to token ${selection.end}.`);
-  };
-  const deleteText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, true);
+  const after = () => countAfter(memory(), selection);
+  const rewind = (/** @type {Change} */ change) => change.post("rewind", { count: after() }, `Rewound to token ${selection.end}: ${tokensText(after())} removed.`, { undo: "rewind" });
+  const deleteText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, { undo: "delete", renumbers: true });
   /** @type {[string, (change: Change) => Promise<any>][]} */
   const operations = [
-    ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
-    ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`)],
+    ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`, { undo: "pin" })],
+    ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`, { undo: "unpin" })],
     ["Name", (change) => nameSpan(change, range(), selectSpan)],
     ["Delete text", deleteText],
     ["Replace", (change) => replace(change, range(), textOf)],
     ["Insert before", (change) => insert(change, selection.start)],
     ["Branch here", (change) => fork(change, selection.end)],
-    ["Rewind to here", rewind],
+    ["Rewind", rewind],
   ];
   const buttons = newChange ? operations.map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label)) : [];
+  const rewindButton = buttons.at(-1);
+  const undoPlace = h("span");
   const element = h(
     "div",
     { class: "selection", role: "group", "aria-label": "Selection" },
@@ -109,19 +116,37 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     h("label", { for: "span" }, "or span"),
     spans,
     buttons,
+    undoPlace,
   );
   const update = () => {
     from.value = String(selection.start);
     to.value = String(selection.end);
     spans.value = selection.span ?? "";
     for (const button of buttons) button.disabled = selection.empty;
+    if (!rewindButton) return;
+    fill(rewindButton, rewindText(memory(), selection));
+    rewindButton.disabled ||= !after();
   };
   const updateSpans = () => {
     const names = Object.keys(memory().spans);
     fill(spans, ["", ...names].map((name) => h("option", { value: name }, name || (names.length ? "choose" : "none"))));
   };
-  return { element, update, updateSpans };
+  /** @param {string} operation "" if nothing can be undone @param {() => void} run */
+  const offerUndo = (operation, run) => fill(undoPlace, operation ? h("button", { onclick: run }, `Undo ${operation}`) : null);
+  return { element, update, updateSpans, offerUndo };
 }
+
+/** @param {number} count */
+const tokensText = (count) => `${number(count)} ${count === 1 ? "token" : "tokens"}`;
+
+/** @param {{tokens: number}} memory @param {{end: number}} selection */
+const countAfter = ({ tokens }, { end }) => Math.max(0, tokens - end);
+
+/**
+ * Returns what a rewind to the end of the selected tokens is called: what it removes.
+ * @param {{tokens: number}} memory @param {{end: number, empty: boolean}} selection
+ */
+export const rewindText = (memory, selection) => (selection.empty ? "Rewind" : `Rewind to token ${number(selection.end)} (removes ${tokensText(countAfter(memory, selection))})`);
 
 /** @typedef {{start: number, end: number}} TokenRange */
 
@@ -146,14 +171,14 @@ async function replace(change, range, textOf) {
   }
   const fields = [{ name: "text", label: "New text", kind: "textarea", value }, RECOMPUTE];
   const values = await promptDialog("Replace", fields, "Replace");
-  if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, true);
+  if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, { undo: "edit", renumbers: true });
 }
 
 /** @param {Change} change @param {number} at */
 async function insert(change, at) {
   const fields = [{ name: "text", label: "Text", kind: "textarea" }, RECOMPUTE];
   const values = await promptDialog(`Insert before token ${at}`, fields, "Insert");
-  if (values) await change.post("edit", { op: "insert", at, ...editFields(values) }, editMessage, true);
+  if (values) await change.post("edit", { op: "insert", at, ...editFields(values) }, editMessage, { undo: "insert", renumbers: true });
 }
 
 /** @param {{text: string, recompute: boolean}} values */

@@ -1,16 +1,16 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
+import { createBeside, forkConversation } from "./branches.js";
 import { changeError, changeHeaders } from "./session_change.js";
-import { askSettings, branchTitle, keep, keptOf, longestAnswer, nameFor, titleFor, titleOf } from "./chat_settings.js";
-import { conversationsChanged } from "./conversations.js";
-import { get, send } from "./api.js";
+import { askSettings, keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
+import { send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
 import { changedText, noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
-import { fetchPieces } from "./pieces.js";
-import { canGoBackTo, openingText, turnsOf, turnsSince, turnText } from "./turns.js";
-import { dropUndo, keepUndo, sinceText, undo } from "./undo.js";
+import { canGoBackTo, openingText, turnText } from "./turns.js";
+import { dropIfUnchanged, keepUndo } from "./undo.js";
+import { undoChange } from "./undo_change.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -63,8 +63,7 @@ export class ChatChanges {
       await run(changeHeaders(memory.revision));
     } catch (error) {
       await this.chat.reload();
-      const isUnchanged = this.chat.memory?.revision === memory.revision;
-      if (kept && isUnchanged) await dropUndo(kept).catch(() => {});
+      if (kept) await dropIfUnchanged(kept, memory.name, memory.revision).catch(() => {});
       showStatus(changeError(error), true);
       return false;
     }
@@ -85,34 +84,11 @@ export class ChatChanges {
     await this.chat.reload(); // an answer that another client asked for may have ended just now
     const { memory } = this.chat;
     if (!memory) return;
-    const later = await this.saidSince(step);
-    if (later) {
-      const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
-      if (!(await promptDialog(`Undo ${step.operation}?`, [], "Undo", h("p", {}, text)))) return;
-      if (!(await this.fork(null, ""))) return;
-    }
-    /** @type {unknown} */
-    let failure = null;
-    try {
-      await undo(memory.name, step, memory.revision);
-    } catch (error) {
-      failure = error;
-    }
+    const done = await undoChange(memory, step, async () => this.chat.turns);
+    if (!done) return;
     this.chat.memory = null;
     await this.reloadAll();
-    const kept = later ? ` ${later} since then: see the newest branch of this conversation.` : "";
-    showStatus(failure ? changeError(failure) : `Undone: ${step.operation}.${kept}`, failure !== null);
-  }
-
-  // Returns in words what was added after a change; "" for nothing.
-  /** @param {import("./undo.js").Step} step */
-  async saidSince(step) {
-    const before = /** @type {Memory} */ (await get(`/v1/sessions/${step.name}/memory`));
-    const pieces = await fetchPieces(step.name, 0, before.tokens);
-    const isAsRegenerated = () => this.chat.turns.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(this.chat.name || "").regenerated);
-    const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
-    const earlier = turnsOf(before, pieces.map(({ text }) => text));
-    return sinceText(turnsSince(this.chat.turns, earlier, allowsChange), earlier, step.operation === "regenerate");
+    showStatus(done.text, done.isError);
   }
 
   // Removes an answer, and has the question answered once more, which stays with its pins.
@@ -160,11 +136,8 @@ export class ChatChanges {
    * Forks the conversation; returns the fork's name, or null.
    * @param {number | null} at @param {string} text that it goes on with
    */
-  async fork(at, text) {
-    const memory = /** @type {Memory} */ (this.chat.memory);
-    const others = text ? [] : await fetchSessions().catch(() => []);
-    const title = text ? titleFor(text) : branchTitle(titleOf(memory), others.map(titleOf));
-    return this.createBeside(title, `${this.chat.path}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
+  fork(at, text) {
+    return forkConversation(/** @type {Memory} */ (this.chat.memory), at, text);
   }
 
   /**
@@ -172,27 +145,9 @@ export class ChatChanges {
    * @param {string} text that it begins with
    */
   startAnew(text) {
-    const { policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
+    const { name, policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
     this.chat.newSystem = this.systemPart()?.text || "";
-    return this.createBeside(titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {});
-  }
-
-  /**
-   * Creates a conversation with this one's sampling settings; returns its name, or null.
-   * @param {string} title @param {string} path @param {any} body @param {Record<string, string>} headers
-   */
-  async createBeside(title, path, body, headers) {
-    const { name } = /** @type {Memory} */ (this.chat.memory);
-    try {
-      const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), title, ...body }, { headers });
-      const { sampling, notes } = keptOf(name);
-      keep(created.name, { sampling, notes, branchOf: name });
-      conversationsChanged();
-      return /** @type {string} */ (created.name);
-    } catch (error) {
-      showStatus(changeError(error), true);
-      return null;
-    }
+    return createBeside(name, titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {});
   }
 
   async changeSettings() {

@@ -3,7 +3,7 @@
 import { h, promptDialog } from "./dom.js";
 
 /** @typedef {{temperature?: number, top_p?: number, repeat_penalty?: number, max_tokens?: number}} Sampling */
-/** @typedef {{sampling?: Sampling, regenerated?: string, branchOf?: string, notes?: Record<string, {note: import("./message_note.js").Note, signature: string}>}} Kept */
+/** @typedef {{sampling?: Sampling, regenerated?: string, edits?: Record<string, string>, branchOf?: string, notes?: Record<string, {note: import("./message_note.js").Note, signature: string}>}} Kept */
 /** @typedef {{policy?: string, max_kv_size?: number}} SessionSettings  Of a new session. */
 
 const STORE = "kvkeep conversations";

@@ -8,10 +8,12 @@ import { sizeText } from "./memory_text.js";
 import { isPrompt, reuseText } from "./misses.js";
 import { fetchPieces } from "./pieces.js";
 import { Change } from "./session_change.js";
+import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
 import { redraw, Selection, tokenElements } from "./tokens.js";
-import { isUndoName } from "./undo.js";
+import { isUndoName, offeredStep, stepsAmong } from "./undo.js";
+import { noteEnd, turnsOfSession, undoChange } from "./undo_change.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 const MARKS = "What is struck through is forgotten; underlines have the colours of the legend.";
@@ -30,6 +32,7 @@ class SessionView {
     const { name } = memory;
     this.name = name;
     this.signal = signal;
+    this.edits = edits;
     this.memory = memory;
     this.isDrawn = false; // whether what is drawn shows `memory`
     /** @type {number | null} */
@@ -37,6 +40,8 @@ class SessionView {
     this.pendingChanges = 0;
     this.lastRequest = 0; // numbers of requests for the memory
     this.lastApplied = 0;
+    this.isUndoing = false;
+    this.offered = ""; // the fork of the change that Undo is offered for
     /** @type {number | null} */
     this.first = null; // first token of the text that is shown; null for the end of the text
     this.facts = h("p");
@@ -68,12 +73,16 @@ class SessionView {
     onOperation((operation) => {
       if (operation && operation.session !== this.name) return;
       // Revisions may restart: after a restart of the server, or with a new session of this name.
-      if (!operation || operation.what === "delete") {
-        [this.isDrawn, this.stableRevision] = [false, null];
-        this.selection.clear();
-      }
+      if (!operation || operation.what === "delete") this.forget();
       reloadSoon();
     }, this.signal);
+    onSessions(() => this.offerUndo(), this.signal);
+  }
+
+  // Has the next memory drawn, even if it is at the revision that is shown.
+  forget() {
+    [this.isDrawn, this.stableRevision] = [false, null];
+    this.selection.clear();
   }
 
   /** @param {number | null} at the token whose text is shown first; null for the end */
@@ -110,8 +119,47 @@ class SessionView {
     this.stableRevision = revision;
   }
 
+  /**
+   * Has Undo offered for a change.
+   * @param {string} kept the fork of before @param {number} revision after it
+   */
+  async onKept(kept, revision) {
+    await fetchSessions().catch(() => {}); // the connection's state is shown elsewhere
+    if (revision === this.memory.revision) await noteEnd(this.memory, kept).catch(() => {}); // Undo asks then
+  }
+
+  offerUndo() {
+    const step = this.edits ? offeredStep(stepsAmong(knownSessions(), this.name), this.memory.tokens) : undefined;
+    if (this.offered === (step?.name || "")) return; // the button may have the focus
+    this.offered = step?.name || "";
+    this.controls.offerUndo(step?.operation || "", () => step && this.undo(step));
+  }
+
+  /** @param {import("./undo.js").Step} step */
+  async undo(step) {
+    if (this.isUndoing) return;
+    this.isUndoing = true;
+    this.pendingChanges += 1;
+    try {
+      await this.reload(); // it may have gone on just now
+      const done = await undoChange(this.memory, step, () => turnsOfSession(this.memory));
+      if (!done) return;
+      this.forget();
+      await fetchSessions().catch(() => {});
+      await this.reload();
+      showStatus(done.text, done.isError);
+      this.text.focus({ preventScroll: true }); // the button is gone
+    } catch (error) {
+      this.fail(error);
+    } finally {
+      this.pendingChanges -= 1;
+      this.isUndoing = false;
+    }
+  }
+
   async draw() {
     fill(this.facts, factLine(this.memory));
+    this.offerUndo();
     this.strip.draw(this.memory);
     this.controls.updateSpans();
     if (this.selection.follow(this.memory, this.stableRevision)) {

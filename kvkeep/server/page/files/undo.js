@@ -107,8 +107,14 @@ export async function keepUndo(session, revision, operation) {
   return name;
 }
 
-/** @param {string} name of a fork whose change was not done */
-export const dropUndo = (name) => send("DELETE", `/v1/sessions/${name}`);
+/**
+ * Drops the fork of a change that failed, if the session is at the revision of before.
+ * @param {string} name @param {string} session @param {number} revision
+ */
+export async function dropIfUnchanged(name, session, revision) {
+  const now = await get(`/v1/sessions/${session}/memory`);
+  if (now.revision === revision) await send("DELETE", `/v1/sessions/${name}`);
+}
 
 /**
  * Puts a kept fork in its session's place, and drops those of later changes. The name stays; revisions start again.

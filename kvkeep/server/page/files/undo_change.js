@@ -1,0 +1,77 @@
+// Undo, as the chat and the inspector offer it: what was said since the change is kept in a branch, if that is agreed to.
+
+import { get } from "./api.js";
+import { forkConversation } from "./branches.js";
+import { keep, keptOf } from "./chat_settings.js";
+import { h, promptDialog } from "./dom.js";
+import { signatureOf } from "./message_note.js";
+import { fetchPieces } from "./pieces.js";
+import { changeError } from "./session_change.js";
+import { turnsOf, turnsSince, turnText } from "./turns.js";
+import { sinceText, undo } from "./undo.js";
+
+/** @typedef {import("./turns.js").Turn} Turn */
+/** @typedef {import("./undo.js").Step} Step */
+
+const TAIL = 64; // tokens
+const MOST = 5; // changes of a session
+const EDITS = ["delete", "edit", "insert", "rewind"]; // of any tokens, which need not be whole messages
+const ANYTHING = "Anything said";
+
+/**
+ * Returns what tells whether a text has gone on: its length, and its end.
+ * @param {Memory} memory
+ */
+async function endOf({ name, tokens }) {
+  const pieces = await fetchPieces(name, Math.max(0, tokens - TAIL), tokens);
+  return `${tokens} ${signatureOf({ text: pieces.map(({ text }) => text).join("") })}`;
+}
+
+/**
+ * Notes how a text ends after a change by an edit of any tokens: by its turns alone, one cannot tell whether it has gone on since.
+ * @param {Memory} memory after the change @param {string} kept the fork of before
+ */
+export async function noteEnd(memory, kept) {
+  if (!EDITS.some((operation) => kept.endsWith(`.${operation}`))) return;
+  const edits = Object.entries(keptOf(memory.name).edits || {}).slice(1 - MOST);
+  keep(memory.name, { edits: { ...Object.fromEntries(edits), [kept]: await endOf(memory) } });
+}
+
+/**
+ * Returns in words what was said after a change; "" for nothing.
+ * @param {Memory} memory @param {Step} step @param {() => Promise<Turn[]>} turns of the session now
+ */
+async function saidSince(memory, step, turns) {
+  if (EDITS.includes(step.operation)) return keptOf(memory.name).edits?.[step.name] === (await endOf(memory)) ? "" : ANYTHING;
+  const [now, earlier] = await Promise.all([turns(), turnsOfSession(await get(`/v1/sessions/${step.name}/memory`))]);
+  const isAsRegenerated = () => now.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(memory.name).regenerated);
+  const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
+  return sinceText(turnsSince(now, earlier, allowsChange), earlier, step.operation === "regenerate");
+}
+
+/** @param {Memory} memory */
+export async function turnsOfSession(memory) {
+  const pieces = await fetchPieces(memory.name, 0, memory.tokens);
+  return turnsOf(memory, pieces.map(({ text }) => text));
+}
+
+/**
+ * Undoes a change. Returns a message, or null if it was cancelled, or what was said since could not be kept.
+ * @param {Memory} memory of the revision that is shown @param {Step} step @param {() => Promise<Turn[]>} turns of the session now
+ */
+export async function undoChange(memory, step, turns) {
+  const later = await saidSince(memory, step, turns);
+  if (later) {
+    const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
+    if (!(await promptDialog(`Undo ${step.operation}?`, [], "Undo", h("p", {}, text)))) return null;
+    if (!(await forkConversation(memory, null, ""))) return null;
+  }
+  try {
+    await undo(memory.name, step, memory.revision);
+  } catch (error) {
+    return { text: changeError(error), isError: true };
+  }
+  const { [step.name]: _, ...edits } = keptOf(memory.name).edits || {}; // the next fork may have the name
+  keep(memory.name, { edits });
+  return { text: `Undone: ${step.operation}.${later ? ` ${later} since then: see the newest branch of this conversation.` : ""}`, isError: false };
+}
