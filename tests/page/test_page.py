@@ -155,7 +155,7 @@ def test_compression_shows_the_cells_of_each_head(page: Page, client: httpx.Clie
     held = memory(client, name)
     page.goto(f"/#/chat/{name}")
     per_head = round(held["residual_cells"] / held["heads"])
-    expect(page.locator(".legend")).to_contain_text(f"residual {per_head} cells per head")
+    expect(page.locator(".legend")).to_contain_text(f"{per_head} cells per head stand")
     expect(page.locator(".turn-bars .residual")).to_be_visible()
 
 
