@@ -3,31 +3,34 @@
 import { send } from "./api.js";
 import { titleOf } from "./chat_settings.js";
 import { fill, h, number, promptDialog, showStatus } from "./dom.js";
+import { NAME } from "./names.js";
 import { undoNamesOf } from "./undo.js";
 
 /** @typedef {import("./session_change.js").Change} Change */
 
-const NAME = { pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" };
-
 /**
- * Creates the buttons for a whole session.
+ * Creates the buttons for a whole session. update() shows what they would do now.
  * @param {() => Change} newChange @param {() => Memory} memory
  */
 export function sessionButtons(newChange, memory) {
   /** @param {string} label @param {(change: Change) => Promise<any>} run */
   const button = (label, run) => h("button", { onclick: () => run(newChange()) }, label);
-  return [
+  const residence = button("", (change) => {
+    const resident = !memory().resident;
+    const path = `/v1/sessions/${change.name}/resident`;
+    return change.send("PUT", path, { resident }, resident ? "The conversation stays in memory." : "The conversation may be moved to disk.");
+  });
+  const update = () => fill(residence, memory().resident ? "Allow moving to disk" : "Stay in memory");
+  update();
+  const elements = [
     button("Branch", (change) => fork(change, null)),
     memory().policy === "full" ? button("Compress", compress) : null, // other policies refuse it
     button("Save", (change) => change.post("save", {}, "Saved to disk.")),
     button("Snapshot", snapshot),
-    button("Stay in memory", (change) => {
-      const resident = !memory().resident;
-      const path = `/v1/sessions/${change.name}/resident`;
-      return change.send("PUT", path, { resident }, resident ? "The conversation stays in memory." : "The conversation may be moved to disk.");
-    }),
+    residence,
     button("Delete", (change) => remove(change, titleOf(memory()))),
   ];
+  return { elements, update };
 }
 
 /** @param {Change} change */

@@ -112,7 +112,10 @@ function ignoreSecondClick(first) {
   setTimeout(() => document.removeEventListener("click", ignore, { capture: true }), DOUBLE_CLICK.within);
 }
 
-/** @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], texts?: Record<string, string>, [attribute: string]: any}} Field */
+/**
+ * @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], texts?: Record<string, string>,
+ *   problem?: (value: string) => string, [attribute: string]: any}} Field  problem: returns why a value is refused, or "".
+ */
 
 // Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
 // notes: elements between the heading and the fields.
@@ -151,7 +154,7 @@ export function promptDialog(heading, fields, action, ...notes) {
  * Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
  * @param {Field} description
  */
-function field({ name, label, kind = "text", value = "", choices, texts = {}, ...attributes }) {
+function field({ name, label, kind = "text", value = "", choices, texts = {}, problem, ...attributes }) {
   let input;
   if (choices) {
     const options = choices.map((choice) => h("option", { value: choice }, texts[choice] || choice || "server default"));
@@ -165,8 +168,8 @@ function field({ name, label, kind = "text", value = "", choices, texts = {}, ..
     return { label: h("label", { class: "check" }, input, ` ${label}`), name, read: () => input.checked };
   }
   input.value = value;
-  const refuseBlanks = () => input.setCustomValidity(input.value.trim() ? "" : "Write something.");
-  if (attributes.required) input.addEventListener("input", refuseBlanks);
+  const refuse = () => input.setCustomValidity(attributes.required && !input.value.trim() ? "Write something." : problem?.(input.value) || "");
+  if (attributes.required || problem) input.addEventListener("input", refuse);
   const readNumber = () => (input.value === "" ? null : Number(input.value));
   const read = () => (kind === "number" ? readNumber() : input.value);
   return { label: h("label", {}, label, input), name, read };

@@ -1,8 +1,9 @@
 // Cells of each layer and KV head: after compression each head holds a number of its own.
 
 import { get } from "./api.js";
-import { fill, h, number, sessionLink, title } from "./dom.js";
+import { fill, h, number, title } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
+import { fetchSessions, knownTitle, titledLink } from "./session_list.js";
 
 /** @param {HTMLElement} container @param {View} view */
 export async function heads(container, { signal, parts }) {
@@ -36,10 +37,11 @@ export async function heads(container, { signal, parts }) {
     );
   };
   onOperation(debounce(reload), signal);
+  await fetchSessions(); // for the title
   fill(
     container,
-    title(`Cells of ${name}`, path),
-    h("p", {}, "Cells in each layer and KV head of ", sessionLink(name), ". Select a head to see the positions of its cells."),
+    title(`Cells of ${knownTitle(name)}`, path),
+    h("p", {}, "Cells in each layer and KV head of ", titledLink(name), ". Select a head to see the positions of its cells."),
     detail,
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Cells" }, table),
   );

@@ -6,7 +6,6 @@ import { chat } from "./chat.js";
 import { storeDrafts } from "./chat_place.js";
 import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
-import { misses } from "./misses.js";
 
 /** @typedef {(container: any, view: View) => Promise<void>} ShowView */
 
@@ -18,7 +17,7 @@ const VIEWS = [
   [/^#\/sessions$/, async () => (await import("./sessions.js")).sessions],
   [/^#\/tree$/, async () => (await import("./tree.js")).tree],
   [/^#\/operations$/, async () => (await import("./operations.js")).operations],
-  [/^#\/missed(?:\/(\d+))?$/, () => misses],
+  [/^#\/missed(?:\/(\d+))?$/, async () => (await import("./misses.js")).misses],
   [/^#\/sessions\/([^/]+)\/heads(?:\/(\d+)\/(\d+))?$/, async () => (await import("./heads.js")).heads],
   [/^#\/sessions\/([^/]+)(?:\/at\/(\d+))?$/, async () => (await import("./session.js")).session],
 ];
@@ -50,10 +49,7 @@ async function showView(focus) {
   fill(content, container);
   try {
     document.body.classList.toggle("chatting", isChat);
-    const view = await Promise.resolve(loaded).catch(() => {
-      hasFailedModule = true;
-      throw new Error(NO_ANSWER);
-    });
+    const view = await withStyles(loaded, isChat);
     if (signal.aborted) return;
     await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [], settings });
   } catch (error) {
@@ -64,6 +60,21 @@ async function showView(focus) {
   if (signal.aborted) return;
   byId("skip").textContent = messageBox() ? "Skip to the message box" : "Skip to content";
   if (focus && !isChat) content.focus({ preventScroll: true });
+}
+
+/** @type {Promise<unknown> | null} */
+let styles = null; // of the inspector, once it was opened
+
+/** Waits for a view and for its styles. @param {ShowView | Promise<ShowView>} loaded @param {boolean} isChat which has its own from the beginning */
+async function withStyles(loaded, isChat) {
+  const load = () => new Promise((resolve, reject) => document.head.append(h("link", { rel: "stylesheet", href: "/page/inspector.css", onload: resolve, onerror: reject })));
+  try {
+    const [view] = await Promise.all([loaded, isChat ? null : (styles ??= load())]);
+    return view;
+  } catch {
+    hasFailedModule = true;
+    throw new Error(NO_ANSWER);
+  }
 }
 
 /** @param {HTMLElement} container @param {unknown} error */

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
 import { answerText, canPin, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
-import { isPrompt, missElements, missOf, reuseText } from "./misses.js";
+import { isPrompt, missElements, missOf, reuseText } from "./reuse.js";
 import { legend } from "./turn_strip.js";
 import { canGoBackTo, canRemove, pinnable, rangesOf, sharesOf, turnTitle, withoutEnd } from "./turns.js";
 

@@ -2,22 +2,21 @@
 
 import { get, messageOf } from "./api.js";
 import { selectionBar, sessionButtons } from "./actions.js";
-import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
-import { debounce, onOperation, rate } from "./live.js";
-import { sizeText } from "./memory_text.js";
-import { isPrompt, reuseText } from "./misses.js";
+import { fill, h, showStatus, title } from "./dom.js";
+import { debounce, onOperation } from "./live.js";
 import { fetchPieces } from "./pieces.js";
 import { Change } from "./session_change.js";
+import { factLine, originText } from "./session_facts.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
-import { redraw, Selection, tokenElements } from "./tokens.js";
-import { isUndoName, offeredStep, stepsAmong } from "./undo.js";
+import { PART, redraw, Selection, tokenElements } from "./tokens.js";
+import { offeredStep, stepsAmong } from "./undo.js";
 import { noteEnd, turnsOfSession, undoChange } from "./undo_change.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 const MARKS = "What is struck through is forgotten; underlines have the colours of the legend.";
 const SELECT = "Select words to change them.";
+const PARTS = ` Each ${PART} stands for a token that is a part of the character after it.`;
 
 /** @param {HTMLElement} container @param {View} view */
 export async function session(container, { signal, edits, parts }) {
@@ -42,11 +41,13 @@ class SessionView {
     this.lastApplied = 0;
     this.isUndoing = false;
     this.offered = ""; // the fork of the change that Undo is offered for
+    this.origin = ""; // that the facts name
     /** @type {number | null} */
     this.first = null; // first token of the text that is shown; null for the end of the text
     this.facts = h("p");
     this.text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
     this.paging = h("div", { class: "actions" });
+    this.partHint = h("span");
     const newChange = () => new Change(name, this.memory.revision, this);
     const current = () => this.memory;
     this.selection = new Selection(() => this.onSelection(), signal);
@@ -55,9 +56,10 @@ class SessionView {
     this.strip = strip(name, (token) => this.selectToken(token));
     this.listen();
     const back = h("a", { href: `#/chat/${name}` }, "Back to the chat"); // in sight where the title is not
-    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("div", { class: "title" }, h("h2", {}, "Text"), back), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS), this.text, this.paging);
+    const section = h("section", { class: "memory", "aria-label": "Memory" }, h("div", { class: "title" }, h("h2", {}, "Text"), back), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS, this.partHint), this.text, this.paging);
     const chatLink = h("a", { class: "button", href: `#/chat/${name}` }, "Chat");
-    const buttons = h("div", { class: "actions" }, chatLink, edits ? sessionButtons(newChange, current) : null);
+    this.buttons = edits ? sessionButtons(newChange, current) : null;
+    const buttons = h("div", { class: "actions" }, chatLink, this.buttons?.elements);
     fill(container, title(memory.title || name, this.path, buttons), this.facts, this.strip.element, this.controls.element, section);
   }
 
@@ -76,7 +78,10 @@ class SessionView {
       if (!operation || operation.what === "delete") this.forget();
       reloadSoon();
     }, this.signal);
-    onSessions(() => this.offerUndo(), this.signal);
+    onSessions(() => {
+      this.offerUndo();
+      if (originText(this.memory) !== this.origin) this.drawFacts(); // or else a link there keeps the focus
+    }, this.signal);
   }
 
   // Has the next memory drawn, even if it is at the revision that is shown.
@@ -102,7 +107,7 @@ class SessionView {
       this.lastApplied = request;
       const unchanged = latest.revision === this.memory.revision && this.isDrawn;
       this.memory = latest;
-      if (unchanged) fill(this.facts, factLine(latest)); // tokens under the pointer stay in place
+      if (unchanged) this.drawFacts(); // tokens under the pointer stay in place
       else await this.draw();
     } catch (error) {
       this.fail(error);
@@ -157,8 +162,14 @@ class SessionView {
     }
   }
 
-  async draw() {
+  drawFacts() {
+    this.origin = originText(this.memory);
     fill(this.facts, factLine(this.memory));
+    this.buttons?.update();
+  }
+
+  async draw() {
+    this.drawFacts();
     this.offerUndo();
     this.strip.draw(this.memory);
     this.controls.updateSpans();
@@ -180,6 +191,7 @@ class SessionView {
     const tokens = await fetchPieces(this.name, start, end);
     if (memory.revision !== this.memory.revision || first !== this.first) return; // outdated by a later call
     redraw(this.text, tokenElements(tokens, memory));
+    fill(this.partHint, tokens.some((token) => !token.text) ? PARTS : null);
     const pageButton = (/** @type {string} */ label, /** @type {number} */ page) => h("button", { onclick: () => this.showFrom(page) }, label);
     fill(
       this.paging,
@@ -200,20 +212,32 @@ class SessionView {
   }
 
   /** @param {string} label of a span */
-  selectSpan(label) {
+  async selectSpan(label) {
     const span = this.memory.spans[label];
-    if (span) this.selection.set(span.start, span.end, this.memory.revision, label);
+    if (!span) return;
+    this.selection.set(span.start, span.end, this.memory.revision, label);
+    await this.showToken(span.start);
   }
 
   /** @param {number} token */
   async selectToken(token) {
     const { revision } = this.memory;
+    await this.showToken(token);
+    this.selection.set(token, token + 1, revision);
+  }
+
+  // Scrolls to a token: if it is not in view, its line becomes the first one.
+  /** @param {number} token */
+  async showToken(token) {
     if (token < this.firstShown || token >= this.firstShown + SHOWN) {
       this.first = Math.max(0, token - SHOWN / 2);
       await this.redrawText();
     }
-    this.selection.set(token, token + 1, revision);
-    this.text.querySelector(`[data-at="${token}"]`)?.scrollIntoView({ block: "nearest" });
+    const element = /** @type {HTMLElement | null} */ (this.text.querySelector(`[data-at="${token}"]`));
+    if (!element) return;
+    const top = element.offsetTop - this.text.offsetTop - this.text.scrollTop;
+    if (top < 0 || top + element.offsetHeight > this.text.clientHeight) this.text.scrollTop += top;
+    element.scrollIntoView({ block: "nearest" });
   }
 
   onSelection() {
@@ -223,41 +247,10 @@ class SessionView {
 
   markSelected() {
     const { start, end } = this.selection;
+    this.strip.select(start, end);
     for (const element of this.text.querySelectorAll("[data-at]")) {
       const at = Number(element.getAttribute("data-at"));
       element.classList.toggle("selected", at >= start && at < end);
     }
   }
-}
-
-/** @param {Memory} memory */
-function factLine(memory) {
-  const tokensPerSecond = rate(memory.name);
-  return [
-    `${sizeText(memory, bytes)} Policy ${memory.policy}. `,
-    overwrittenParts(memory),
-    memory.parent && !isUndoName(memory.parent) ? ["Branch of ", sessionLink(memory.parent), ". "] : "",
-    memory.last_prompt && isPrompt(memory) ? `Last prompt: ${reuseText(memory.last_prompt)}. ` : "",
-    tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
-    `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
-    h("a", { href: `#/sessions/${memory.name}/heads` }, "Cells by head"),
-  ].flat();
-}
-
-/**
- * Returns what local windows, states and checkpoints take, and what a rewind costs; "" without any.
- * @param {Memory} memory
- */
-function overwrittenParts(memory) {
-  const { cells, ...others } = memory.bytes_by_part;
-  const parts = Object.entries(others).filter(([, size]) => size);
-  if (!parts.length) return "";
-  const sizes = parts.map(([part, size]) => `${bytes(size)} of ${part}`).join(", ");
-  const ends = memory.checkpoints.map(number).join(", ");
-  const evaluated = memory.rewind_evaluates;
-  return [
-    `${bytes(cells)} of cells, ${sizes}. `,
-    ends ? `Checkpoints after ${ends} tokens. ` : "",
-    evaluated === null ? "" : `A rewind of one token evaluates ${number(evaluated)} again. `,
-  ].join("");
 }

@@ -1,6 +1,8 @@
 // The server's list of sessions: fetched once for all parts of the page that show it.
 
 import { get } from "./api.js";
+import { titleOf } from "./chat_settings.js";
+import { sessionLink } from "./dom.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
@@ -34,3 +36,9 @@ export function onSessions(listener, signal) {
   listeners.add(listener);
   signal.addEventListener("abort", () => listeners.delete(listener));
 }
+
+/** Returns the title of a session, as far as it is known. @param {string} name */
+export const knownTitle = (name) => titleOf(latest.find((known) => known.name === name) || { name, title: null });
+
+/** @param {string} name */
+export const titledLink = (name) => sessionLink(name, knownTitle(name));

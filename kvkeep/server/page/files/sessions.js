@@ -5,6 +5,7 @@ import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } 
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";
+import { NAME } from "./names.js";
 import { isUndoCopy } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
@@ -80,7 +81,7 @@ async function createSession() {
   const values = await promptDialog(
     "New conversation",
     [
-      { name: "name", label: "Name (optional)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
+      { name: "name", label: "Name (optional)", ...NAME },
       { name: "policy", label: "Memory policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
       { name: "max_kv_size", label: "Memory budget, in cells (empty: server default)", kind: "number", min: "1" },
     ],

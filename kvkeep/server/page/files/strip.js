@@ -9,7 +9,7 @@ import { legend } from "./turn_strip.js";
 const PREVIEW = 12; // tokens on either side of the pointer
 
 /**
- * Creates a strip. draw(memory): draws it for a session's memory.
+ * Creates a strip. draw(memory): draws it for a session's memory. select(start, end): marks tokens.
  * @param {string} name @param {(token: number) => void} onSelect
  */
 export function strip(name, onSelect) {
@@ -25,7 +25,8 @@ export function strip(name, onSelect) {
     "aria-valuemax": "0",
     "aria-valuenow": "0",
   });
-  slider.append(bars, spanMarks);
+  const chosen = h("div", { class: "chosen", hidden: true });
+  slider.append(bars, spanMarks, chosen);
   const legendPart = h("div");
   /** @type {Pick<Memory, "tokens" | "runs">} */
   let memory = { tokens: 0, runs: [] };
@@ -79,14 +80,23 @@ export function strip(name, onSelect) {
     moveTo(Math.min(at, shown.tokens));
   }
 
-  return { element: h("div", {}, slider, preview, legendPart), draw };
+  /** @param {number} start @param {number} end */
+  function select(start, end) {
+    chosen.hidden = end <= start;
+    if (!chosen.hidden) Object.assign(chosen.style, placeOf(start, end, memory.tokens));
+  }
+
+  return { element: h("div", {}, slider, preview, legendPart), draw, select };
 }
 
+/**
+ * Returns the style of what lies at tokens of a strip.
+ * @param {number} start @param {number} end @param {number} tokens of all
+ */
+const placeOf = (start, end, tokens) => ({ left: `${(100 * start) / tokens}%`, width: `${(100 * (end - start)) / tokens}%` });
+
 /** @param {string} label @param {Span} span @param {number} tokens */
-function spanMark(label, span, tokens) {
-  const style = { left: `${(100 * span.start) / tokens}%`, width: `${(100 * (span.end - span.start)) / tokens}%` };
-  return h("span", { title: label, style });
-}
+const spanMark = (label, { start, end }, tokens) => h("span", { title: label, style: placeOf(start, end, tokens) });
 
 /** @param {number} end @param {number} tokens */
 function checkpointMark(end, tokens) {

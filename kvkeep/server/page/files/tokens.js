@@ -3,6 +3,8 @@
 import { fill, h } from "./dom.js";
 import { statusOf } from "./turns.js";
 
+export const PART = "·"; // in the place of a token that has no text of its own
+
 /**
  * Creates an element for each token, with its number and the revision in which it has that number.
  * @param {Piece[]} tokens @param {Memory} memory
@@ -10,8 +12,9 @@ import { statusOf } from "./turns.js";
 export function tokenElements(tokens, memory) {
   return tokens.map((token) => {
     const status = statusOf(memory, token.at);
+    const [mark, about] = token.text ? ["", ""] : [" part", ", a part of the next character"];
     const data = { "data-at": String(token.at), "data-revision": String(memory.revision) };
-    return h("span", { class: `token ${status}`, ...data, title: `${token.at}, ${status}` }, token.text || "·");
+    return h("span", { class: `token ${status}${mark}`, ...data, title: `${token.at}, ${status}${about}` }, token.text || PART);
   });
 }
 

@@ -4,6 +4,7 @@ import { get, messageOf, send } from "./api.js";
 import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation } from "./live.js";
+import { NAME } from "./names.js";
 import { isUndoCopy, isUndoName } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
@@ -60,7 +61,7 @@ function forestOf(sessions, snapshots, edits) {
 /** @param {SnapshotEntry} snapshot @param {boolean} edits */
 function leaf(snapshot, edits) {
   const restore = async () => {
-    const fields = [{ name: "name", label: "Name of the new conversation (optional)" }];
+    const fields = [{ name: "name", label: "Name of the new conversation (optional)", ...NAME }];
     const values = await promptDialog(`Restore ${snapshot.name}`, fields, "Restore");
     if (!values) return;
     try {
