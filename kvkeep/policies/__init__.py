@@ -22,6 +22,7 @@ __all__ = [
     "Shift",
     "Sliding",
     "checked_bits",
+    "largest_budgets",
     "make_policy",
 ]
 
@@ -62,6 +63,15 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
             )
     policy: Policy = policy_class(max_kv_size, **chosen)
     return policy
+
+
+def largest_budgets(trained_length: int) -> dict[str, int]:
+    """Return the largest budget of each policy, with its default settings.
+
+    trained_length: for how many positions the model was trained.
+    """
+    size = max(trained_length, 32)  # an archive, which divides it, takes no less
+    return {name: policy(size).max_budget(trained_length) for name, policy in POLICIES.items()}
 
 
 def checked_bits(policy: Policy | str, bits: Bits) -> Bits:

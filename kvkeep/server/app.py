@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.staticfiles import StaticFiles
 
 from kvkeep.engine import Totals
+from kvkeep.policies import largest_budgets
 from kvkeep.server import embeddings
 from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import (
@@ -127,13 +128,17 @@ async def icon() -> Response:
 
 @_page_router.get("/v1/page")
 async def page_settings(context: ContextDep) -> dict[str, Any]:
-    """Return the model's name, the defaults of sessions, and whether the web UI may change them."""
+    """Return the model's name, whether the web UI may change sessions, and their defaults.
+
+    `budgets` are the largest ones of each policy.
+    """
     sampling = context.default_sampling
     return {
         "edits": context.service.allow_edit,
         "model": context.service.model_name,
         "policy": context.engine.default_policy,
         "max_kv_size": context.engine.default_max_kv_size,
+        "budgets": largest_budgets(context.engine.model.spec.max_positions),
         "sampling": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

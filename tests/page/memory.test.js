@@ -5,11 +5,12 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, canPin, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, branchText, canPin, canRecompute, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, replaceText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/reuse.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
+const span = (start, end) => ({ start, end });
 const run = (standing, start, end) => ({ standing, start, count: end - start });
 
 test("what does not fit beside other pins is not pinned, which is said before", () => {
@@ -50,7 +51,7 @@ test("what a change would free or cost is said by the cells that are held", () =
   assert.match(pinText(window, { start: 5, end: 15 }), /Takes 5 of 100 cells, and leaves room to pin 75 more\. 5 tokens are forgotten already/);
   assert.equal(pinText({ ...window, max_kv_size: null, pin_room: null }, { start: 5, end: 10 }), "Never forgotten until it is unpinned. Takes 5 cells.");
   assert.equal(sizeText({ ...held, bytes_shared: 0 }, bytes), "10 of 100 cells in use. 20 tokens, of which 10 are forgotten. 1000 bytes reserved.");
-  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared/);
+  assert.match(sizeText({ ...held, max_kv_size: null, bytes_shared: 9 }, bytes), /^10 cells in use.* reserved, 9 bytes of it shared with other conversations, such as branches, or kept for Undo\.$/);
   const large = { ...held, cells: 200, highest_ratio: 4.5 };
   assert.equal(compressText(large, 4, bytes), "200 cells become about 50: frees 6000 bytes, which Undo keeps for now.");
   assert.match(compressText(large, 5, bytes), /^not possible with 200 cells, .* stay as they are: 4\.5 to 1 at most\.$/);
@@ -59,6 +60,33 @@ test("what a change would free or cost is said by the cells that are held", () =
   const answer = { held: 0, read: 3, generated: 1, per_second: 0 };
   assert.equal(answerText(answer), "The last answer read 3 tokens and wrote 1.");
   assert.equal(answerText({ ...answer, held: 20, read: 1, per_second: 2 }), "The last answer reused all 20 cells in memory, read 1 new token and wrote 1 at 2.0 tokens/s.");
+});
+
+test("what follows a replaced text is evaluated again only where the session can go back", () => {
+  const runs = [run("pinned", 0, 10), run("forgotten", 10, 20), run("window", 20, 40)];
+  const held = memory({ policy: "sliding", tokens: 40, rewind_room: 19, runs });
+  const can = (start, end) => canRecompute(held, { start, end });
+  assert.deepEqual([can(2, 8), can(20, 25), can(21, 25), can(30, 40)], [false, false, true, false]); // the last is at the end
+  assert.match(replaceText(held, span(21, 25), true), /You choose whether what follows is evaluated again\.$/);
+  assert.match(replaceText(held, span(2, 8), true), /What follows stays as it was: it cannot be evaluated again, as some of the text from there on is forgotten\.$/);
+  assert.equal(replaceText(held, span(30, 40), true), "Changes what the model remembers, and asks nothing.");
+  assert.equal(replaceText(held, span(2, 8), false), "");
+});
+
+test("a branch shares all cells until newer text is written over what was forgotten", () => {
+  const text = (policy, standing) => branchText(memory({ policy, bytes: 900, tokens: 20, runs: [run(standing, 0, 10), run("window", 10, 20)] }), (count) => `${count} bytes`);
+  const all = "Shares all cells up to here, so it takes almost nothing.";
+  assert.equal(text("sliding", "kept"), all);
+  assert.equal(text("full", "compressed"), all);
+  assert.match(text("shift", "forgotten"), /^Takes up to 900 bytes more: since text was forgotten here/);
+  assert.match(text("archive", "compressed"), /since text was compressed here/);
+});
+
+test("to remove what is forgotten takes it out of the chat alone", () => {
+  const held = memory({ tokens: 20, cells: 10, cell_bytes: 40, runs: [run("forgotten", 0, 10), run("window", 10, 20)] });
+  const text = (start, end) => removeText(held, { start, end }, (count) => `${count} bytes`);
+  assert.equal(text(0, 10), "Takes the text out of this chat. The model has forgotten it already.");
+  assert.match(text(5, 15), /^Takes the text out of memory and out of this chat\. Frees 5 cells/);
 });
 
 test("what a policy keeps of the beginning, and what it has instead of compression, is said", () => {

@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, openingText, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
-const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { branchTitle, budgetRange, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
@@ -173,6 +173,13 @@ test("settings say what the server's policy and budget are", () => {
   assert.deepEqual(defaultTexts({}), { policy: "server default", budget: "server default" });
 });
 
+test("a new conversation has a budget that its policy takes", () => {
+  const defaults = { policy: "sliding", budgets: { sliding: 8192, self_extend: 29_696 } };
+  assert.deepEqual(budgetRange(defaults, ""), { min: 32, max: 8192, label: "Memory budget, in cells: 32 to 8,192" });
+  assert.equal(budgetRange(defaults, "self_extend").max, 29_696);
+  assert.deepEqual(budgetRange({}, "full"), { min: 32, max: undefined, label: "Memory budget, in cells: at least 32" });
+});
+
 test("a pinned turn stays pinned when its end token is evicted, and counts what is pinned in part", () => {
   const shares = (...counts) => counts.map(([standing, tokens]) => ({ standing, tokens, cells: 0 }));
   const text = (...counts) => standingText(withoutEnd(shares(...counts)));
@@ -226,6 +233,7 @@ test("before memory is full for the first time, it is said that text will be for
   assert.equal(sizeWarning(84, room()), ""); // a quarter of the budget is free for the answer
   for (const tokens of [85, 212]) assert.match(sizeWarning(tokens, room()), /^Memory is nearly full: 212 of 512 cells are free\. .*begins to be forgotten: pin/);
   assert.match(sizeWarning(100, room({ policy: "full" })), /nearly full.* The answer ends when it is full\.$/);
+  assert.match(sizeWarning(60, room({ max_kv_size: 64, cells: 0 })), /^Memory has room for 64 cells only, of which 64 are free\. With this message/);
   assert.equal(sizeWarning(100, room({ policy: "archive" })), "");
   assert.equal(sizeWarning(100, room({ runs: [{ standing: "forgotten", start: 0, count: 1 }] })), ""); // it was said before
 });

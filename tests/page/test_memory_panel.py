@@ -145,3 +145,65 @@ def test_why_a_prompt_was_not_reused_further_has_the_focus(
     wide.get_by_role("link", name=f"Prompt {misses[0]['number']}").click()
     title = "Compare the rivers of Peru with Rome."  # of the session that no client named
     expect(wide.locator(".card").get_by_role("link", name=title)).to_be_visible()
+
+
+def test_a_replaced_text_is_not_lost_when_it_is_refused(wide: Page, server: RunningServer) -> None:
+    """Nor can what follows a pinned message be evaluated again, as text after it is forgotten."""
+    name = "refused-text"
+    create(server, name, policy="sliding", max_kv_size=64)
+    with server.client() as client:
+        span = client.get(f"/v1/sessions/{name}/memory").json()["spans"]["turn 1 question"]
+        pin = {"start": span["start"], "end": span["end"]}
+        client.post(f"/v1/sessions/{name}/pin", json=pin).raise_for_status()
+        for content in ("The river is long. " * 6, "Go on."):
+            turn = {"content": content, "max_tokens": 1, "temperature": 0}
+            client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+    wide.goto(f"/#/chat/{name}")
+    wide.locator(".turn-bars button[data-turn='turn 1']").click()
+    expect(wide.locator(".turn-card")).to_contain_text("it cannot be evaluated again, as some of")
+    wide.get_by_role("button", name="Replace message").click()
+    box = wide.locator("dialog [name=text]")
+    expect(box).to_have_value("Name city 0.")
+    expect(wide.locator("dialog [name=recompute]")).to_have_count(0)
+    text = "Name a city beside a river. " * 9  # too much for the memory
+    box.fill(text)
+    wide.locator("dialog button.main").click()
+    expect(wide.locator("dialog .failure")).to_have_text(re.compile("."))
+    expect(box).to_have_value(text)
+    box.fill("Name two cities.")
+    wide.locator("dialog button.main").click()
+    expect(wide.locator("#status")).to_contain_text("The message was replaced in memory")
+    expect(wide.locator(".message.question").first).to_contain_text("Name two cities.")
+
+
+def test_a_text_is_not_replaced_at_the_place_of_another(wide: Page, server: RunningServer) -> None:
+    """The turn before it was removed while the dialog was open: it is asked again."""
+    create(server, "moved-text", turns=2)
+    wide.goto("/#/chat/moved-text")
+    wide.locator(".turn-bars button[data-turn='turn 2']").click()
+    wide.get_by_role("button", name="Replace message").click()
+    with server.client() as client:
+        span = client.get("/v1/sessions/moved-text/memory").json()["spans"]["turn 1"]
+        edit = {"op": "delete", "start": span["start"], "end": span["end"]}
+        client.post("/v1/sessions/moved-text/edit", json=edit).raise_for_status()
+    expect(wide.locator(".turn")).to_have_count(1)
+    wide.locator("dialog [name=text]").fill("Name two cities.")
+    wide.locator("dialog button.main").click()
+    expect(wide.locator("dialog .failure")).to_contain_text("has changed since it was shown")
+    wide.locator("dialog button.main").click()
+    expect(wide.locator(".message.question .content")).to_have_text(["Name two cities."])
+    expect(wide.locator(".message.answer")).to_have_count(1)
+
+
+def test_a_turn_that_is_forgotten_can_be_removed_from_the_chat(
+    wide: Page, server: RunningServer
+) -> None:
+    create(server, "forgotten-turn", turns=4, policy="sliding", max_kv_size=32)
+    wide.goto("/#/chat/forgotten-turn")
+    expect(wide.locator(".turn")).to_have_count(4)
+    wide.locator(".turn-bars button[data-turn='turn 1']").click()
+    expect(wide.locator(".turn-card")).to_contain_text("The model has forgotten it already.")
+    wide.get_by_role("button", name="Remove", exact=True).click()
+    expect(wide.locator(".turn")).to_have_count(3)
+    wide.get_by_role("button", name="Undo remove").click()
+    expect(wide.locator(".turn")).to_have_count(4)

@@ -131,6 +131,7 @@ interface PageSettings {
   edits: boolean;
   policy?: string;
   max_kv_size?: number | null;
+  budgets?: Record<string, number>;
   sampling?: Record<string, number>;
 }
 

@@ -1,6 +1,6 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
-import { BUSY_ELSEWHERE, CHANGED } from "./session_change.js";
+import { BUSY, BUSY_ELSEWHERE, CHANGED, CHANGING } from "./session_change.js";
 import { get, messageOf, nullIfMissing } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
@@ -22,7 +22,6 @@ import { offeredStep, stepsAmong } from "./undo.js";
 /** @typedef {import("./turns.js").Turn} Turn */
 
 const WATCH_EVERY = 1000; // milliseconds, while a model generates
-const BUSY = "Wait until the answer is complete, or stop it.";
 
 /**
  * Shows a conversation, or the beginning of a new one.
@@ -66,6 +65,7 @@ export class ChatView {
       settings: () => this.exclusively(() => this.changes.changeSettings()),
       memory: {
         change: (...change) => this.changes.changeMemory(...change),
+        now: (part) => this.changes.now(part),
         branch: (at) => this.exclusively(() => this.changes.branch(at)),
       },
     });
@@ -261,14 +261,14 @@ export class ChatView {
 
   // Why nothing can be begun now; "" if it can.
   get busyText() {
-    if (this.busy) return BUSY;
+    if (this.busy) return this.answers.running ? BUSY : CHANGING;
     return this.memory?.busy ? BUSY_ELSEWHERE : "";
   }
 
   drawBusy() {
     this.frame.setBusy(this.busyText);
     this.frame.box.setStoppable(this.edits && (this.answers.running !== null || this.busyText === BUSY_ELSEWHERE));
-    if (!this.busyText && [BUSY, BUSY_ELSEWHERE].includes(statusText() || "")) showStatus("");
+    if (!this.busyText && [BUSY, CHANGING, BUSY_ELSEWHERE].includes(statusText() || "")) showStatus("");
   }
 
   keepView() {

@@ -1,7 +1,7 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
 import { createBeside, forkConversation } from "./branches.js";
-import { changeError, changeHeaders } from "./session_change.js";
+import { CHANGED, changeError, changeHeaders } from "./session_change.js";
 import { askSettings, keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
 import { send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
@@ -27,18 +27,33 @@ export class ChatChanges {
     this.chat = chat;
   }
 
-  /** @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {import("./memory_text.js").ChangeMessage} message */
-  changeMemory(operation, path, bodies, message) {
+  /**
+   * Changes memory by requests; returns whether it was done.
+   * @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {import("./memory_text.js").ChangeMessage} message
+   * @param {Memory | null} [shown] that they are for
+   */
+  async changeMemory(operation, path, bodies, message, shown = this.chat.memory) {
     const run = async (/** @type {any} */ headers) => {
       for (const body of bodies) {
         const { revision } = await send("POST", `${this.chat.path}/${path}`, body, { headers });
         headers = changeHeaders(revision);
       }
     };
+    let isDone = false;
     const changeAndMark = async () => {
-      if ((await this.change(operation, run, message)) && operation === "replace") this.markReplaced(bodies[0].start);
+      if (shown?.revision !== this.chat.memory?.revision) return showStatus(CHANGED, true); // while a dialog was open
+      isDone = await this.change(operation, run, message);
+      if (isDone && operation === "replace") this.markReplaced(bodies[0].start);
     };
-    return this.chat.exclusively(changeAndMark, this.chat.frame.panel);
+    await this.chat.exclusively(changeAndMark, this.chat.frame.panel);
+    return isDone;
+  }
+
+  /** Returns where a part of a turn is now; null if it is no longer what it was. @param {Part} part */
+  now(part) {
+    const { memory, turns } = this.chat;
+    const same = turns.flatMap(({ parts }) => parts).find(({ label, text }) => label === part.label && text === part.text);
+    return memory && same ? { memory, part: same } : null;
   }
 
   /** @param {number} start of a message that was replaced */
@@ -154,8 +169,8 @@ export class ChatChanges {
     const { chat } = this;
     const { name } = chat;
     const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
-    const { sampling: given, policy, max_kv_size } = chat.settings;
-    const defaults = { ...given, max_tokens: longestAnswer(chat.room), policy, max_kv_size };
+    const { sampling: given, policy, max_kv_size, budgets } = chat.settings;
+    const defaults = { ...given, max_tokens: longestAnswer(chat.room), policy, max_kv_size, budgets };
     const values = await askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
     if (!values) return;
     if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];

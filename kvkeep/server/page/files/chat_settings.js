@@ -103,7 +103,7 @@ const POLICY_TEXTS = Object.fromEntries(Object.entries(POLICIES).map(([name, eff
 
 const KEPT_HERE = "Temperature, top-p, repetition penalty and longest answer are kept in this browser. An empty field takes the value that it shows in grey, or the server's.";
 
-/** @typedef {{policy?: string, max_kv_size?: number | null, [sampling: string]: any}} Defaults  Of the server. */
+/** @typedef {{policy?: string, max_kv_size?: number | null, budgets?: Record<string, number>, [sampling: string]: any}} Defaults  Of the server. */
 
 /**
  * Returns what the server's own policy and budget are called in Settings.
@@ -119,6 +119,28 @@ export const defaultTexts = ({ policy, max_kv_size }) => ({
  * @param {{max_kv_size: number | null}} memory
  */
 export const longestAnswer = ({ max_kv_size }) => Math.min(1024, Math.max(1, Math.floor((max_kv_size ?? Infinity) / 2)));
+
+const LEAST_BUDGET = 32; // cells: archive, which divides them, has no room below
+
+/**
+ * Returns the budgets that a new conversation can have.
+ * @param {Defaults} defaults @param {string} policy "" for the server's
+ */
+export function budgetRange({ budgets = {}, policy: own = "" }, policy) {
+  const most = budgets[policy || own];
+  return { min: LEAST_BUDGET, max: most, label: `Memory budget, in cells: ${most ? `${LEAST_BUDGET} to ${most.toLocaleString("en-US")}` : `at least ${LEAST_BUDGET}`}` };
+}
+
+// Keeps what the dialog says of budgets and answers true while a policy and a budget are chosen.
+/** @param {Defaults} defaults @param {Event} event */
+function updateLimits(defaults, { target }) {
+  const form = /** @type {HTMLFormElement} */ (/** @type {HTMLInputElement} */ (target).form);
+  const { policy, max_kv_size: budget, max_tokens: longest } = /** @type {any} */ (form.elements);
+  const { max, label } = budgetRange(defaults, policy.value);
+  budget.max = max ?? "";
+  budget.labels[0].firstChild.data = label;
+  longest.placeholder = String(longestAnswer({ max_kv_size: budget.value ? Number(budget.value) : (defaults.max_kv_size ?? null) }));
+}
 
 /**
  * Asks for a conversation's settings. Resolves to them, or to null if it was cancelled.
@@ -136,7 +158,7 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
     number("top_p", "Top-p: sample among the likeliest tokens of this probability", 0, 1, 0.01),
     number("repeat_penalty", "Repetition penalty: above 1, fewer repetitions", 0.5, 2, 0.01),
     number("max_tokens", "Longest answer, in tokens", 1, 100000, 1),
-    ...(session ? sessionFields(session, defaultTexts(defaults)) : []),
+    ...(session ? sessionFields(session, defaults) : []),
   ];
   /** @param {string} name @param {string} label @param {number} min @param {number} max @param {number} step */
   function number(name, label, min, max, step) {
@@ -151,8 +173,12 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
   return { system: String(text), sampling: /** @type {Sampling} */ (chosen), session: memory };
 }
 
-/** @param {SessionSettings} session @param {{policy: string, budget: string}} texts of the server's defaults */
-const sessionFields = (session, texts) => [
-  { name: "policy", label: "Memory policy: what is evicted once the budget is full", choices: ["", ...Object.keys(POLICIES)], texts: { "": texts.policy, ...POLICY_TEXTS }, value: session.policy || "" },
-  { name: "max_kv_size", label: "Memory budget, in cells", kind: "number", value: session.max_kv_size ?? "", min: "1", step: "1", placeholder: texts.budget },
-];
+/** @param {SessionSettings} session @param {Defaults} defaults */
+function sessionFields({ policy = "", max_kv_size }, defaults) {
+  const [texts, { min, max, label }] = [defaultTexts(defaults), budgetRange(defaults, policy)];
+  const oninput = (/** @type {Event} */ event) => updateLimits(defaults, event);
+  return [
+    { name: "policy", label: "Memory policy: what is evicted once the budget is full", choices: ["", ...Object.keys(POLICIES)], texts: { "": texts.policy, ...POLICY_TEXTS }, value: policy, oninput },
+    { name: "max_kv_size", label, kind: "number", value: max_kv_size ?? "", min: String(min), max: max && String(max), step: "1", placeholder: texts.budget, oninput },
+  ];
+}

@@ -158,7 +158,7 @@ function field({ name, label, kind = "text", value = "", choices, texts = {}, pr
   let input;
   if (choices) {
     const options = choices.map((choice) => h("option", { value: choice }, texts[choice] || choice || "server default"));
-    input = h("select", { name }, options);
+    input = h("select", { name, ...attributes }, options);
   } else if (kind === "textarea") {
     input = h("textarea", { name, rows: "4", ...attributes });
   } else {

@@ -1,8 +1,8 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
 import { get } from "./api.js";
-import { bytes, fill, h, jsonLink, promptDialog, showStatus } from "./dom.js";
-import { answerText, canPin, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { bytes, fill, h, jsonLink, promptDialog, showStatus, statusText } from "./dom.js";
+import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, missElements, missOf, reuseText } from "./reuse.js";
 import { legend } from "./turn_strip.js";
@@ -11,7 +11,8 @@ import { canGoBackTo, canRemove, pinnable, rangesOf, sharesOf, turnTitle, withou
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
  * @typedef {object} Actions  What the panel asks of the chat.
- * @property {(operation: string, path: string, bodies: any[], message: import("./memory_text.js").ChangeMessage) => void} change  bodies: of one request each
+ * @property {(operation: string, path: string, bodies: any[], message: import("./memory_text.js").ChangeMessage, shown?: Memory) => Promise<boolean>} change  whether it was done. bodies: of one request each. shown: what they are for, by default what is shown when it begins
+ * @property {(part: import("./turns.js").Part) => {memory: Memory, part: import("./turns.js").Part} | null} now  where a part is now, if it is still what it was
  * @property {(at: number) => void} branch
  */
 
@@ -115,19 +116,19 @@ function turnElements(memory, turn, actions) {
   const remove = () => actions.change("remove", "edit", lastFirst.map((range) => ({ op: "delete", ...range })), `${title} was removed from memory and from this chat.`);
   const replaceable = turn.parts.filter((part) => isHeld(part) && canRemove(memory, part));
   const canBranch = canGoBackTo(memory, end);
-  const isRemovable = held.length > 0 && canRemove(memory, turn);
+  const isRemovable = canRemove(memory, turn);
   const impossible = [
     !held.length ? "Nothing of it is in memory any more, so it cannot be pinned or replaced." : "",
     ...(held.length ? turn.parts.filter((part) => !replaceable.includes(part)).map((part) => irreplaceableText(memory, part)) : []),
-    isRemovable || !held.length ? "" : `It cannot be removed: ${fixedText(memory, turn)}.`,
+    isRemovable ? "" : `It cannot be removed: ${fixedText(memory, turn)}.`,
     canBranch ? "" : `No branch can begin here, as ${noWayBackText(memory, end)}. Edit asks a message anew.`,
   ];
   return [
     heading,
     pinnable(turn).map((range) => pinAction(memory, turn, range, actions)),
     isRemovable ? action("Remove", removeText(memory, turn, bytes), remove) : null,
-    replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(!index), () => replace(memory, part, actions))),
-    canBranch ? action("Branch here", "Shares all cells up to here, so it takes almost nothing.", () => actions.branch(end)) : null,
+    replaceable.map((part, index) => action(`Replace ${nameOf(part.role)}`, replaceText(memory, part, !index), () => replace(memory, part, actions))),
+    canBranch ? action("Branch here", branchText(memory, bytes), () => actions.branch(end)) : null,
     impossible.filter(Boolean).map((text) => h("p", { class: "hint" }, text)),
   ];
 }
@@ -153,16 +154,22 @@ function pinAction(memory, turn, { name, start, end }, actions) {
 /** @param {string} label @param {string} cost @param {() => void} run */
 const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), cost ? h("p", {}, cost) : null);
 
-/** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
-async function replace(memory, part, actions) {
+/**
+ * Asks for a text in place of that of a part, and again with what was written if it could not be replaced.
+ * @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions @param {string} [written] @param {string} [failure]
+ */
+async function replace(memory, part, actions, written = part.text, failure = "") {
   const fields = [
-    { name: "text", label: "New text", kind: "textarea", value: part.text, required: true },
-    ...(part.end < memory.tokens ? [{ name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" }] : []),
+    { name: "text", label: "New text", kind: "textarea", value: written, required: true },
+    ...(canRecompute(memory, part) ? [{ name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" }] : []),
   ];
-  const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace");
+  const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace", failure ? h("p", { class: "failure" }, failure) : null);
   if (!values || values.text === part.text) return;
   const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  actions.change("replace", "edit", [body], part.role === "question" ? "The message was replaced in memory; its answer stays as it was." : "Replaced in memory.");
+  const message = part.role === "question" ? "The message was replaced in memory; its answer stays as it was." : "Replaced in memory.";
+  if (await actions.change("replace", "edit", [body], message, memory)) return;
+  const now = actions.now(part);
+  if (now) await replace(now.memory, now.part, actions, values.text, statusText() || "");
 }
 
 // Creates the control that compresses the whole memory, or says what the policy has instead.

@@ -33,6 +33,7 @@ export function heldText(memory, { start, end }) {
  */
 export function removeText(memory, { start, end }, bytes) {
   const cells = cellsOf(sharesOf(memory, start, end));
+  if (!cells) return "Takes the text out of this chat. The model has forgotten it already.";
   return `Takes the text out of memory and out of this chat. Frees ${counted(cells, "cell")} (${bytes(cells * memory.cell_bytes)}, which Undo keeps for now). Later turns keep what they took from it.`;
 }
 
@@ -41,6 +42,16 @@ export function removeText(memory, { start, end }, bytes) {
  * @param {string} role
  */
 export const nameOf = (role) => (role === "question" ? "message" : role);
+
+/**
+ * Returns what a branch takes. Where text was forgotten or compressed by itself, newer text is written over what held it.
+ * @param {Memory} memory @param {(bytes: number) => string} bytes
+ */
+export function branchText(memory, bytes) {
+  const moved = EVICTION[memory.policy] && ["forgotten", "compressed"].find((standing) => countOf(memory, standing));
+  if (!moved) return "Shares all cells up to here, so it takes almost nothing.";
+  return `Takes up to ${bytes(memory.bytes)} more: since text was ${moved} here, a branch needs its own room for the newest text.`;
+}
 
 /** @type {[string, string][]} */
 const UNHELD = [
@@ -119,10 +130,21 @@ function lostText(shares) {
 }
 
 /**
- * Returns what it would do to replace a text.
- * @param {boolean} isFirst of those that can be replaced
+ * Whether what follows a replaced text can be evaluated again.
+ * @param {Memory} memory @param {{start: number, end: number}} range of the text
  */
-export const replaceText = (isFirst) => (isFirst ? "Changes what the model remembers, and asks nothing. You choose whether what follows is evaluated again." : "");
+export const canRecompute = (memory, { start, end }) => end < memory.tokens && canGoBackTo(memory, start);
+
+/**
+ * Returns what it would do to replace a text.
+ * @param {Memory} memory @param {{start: number, end: number}} range @param {boolean} isFirst of those that can be replaced
+ */
+export function replaceText(memory, range, isFirst) {
+  if (!isFirst) return "";
+  if (canRecompute(memory, range)) return "Changes what the model remembers, and asks nothing. You choose whether what follows is evaluated again.";
+  const stays = range.end < memory.tokens ? ` What follows stays as it was: it cannot be evaluated again, as ${noWayBackText(memory, range.start)}.` : "";
+  return `Changes what the model remembers, and asks nothing.${stays}`;
+}
 
 /**
  * Returns the label of the choice to evaluate what follows a replaced text.
@@ -139,7 +161,7 @@ export function sizeText(memory, bytes) {
   const budget = memory.max_kv_size ? ` of ${count(memory.max_kv_size)}` : "";
   const lost = countOf(memory, "forgotten");
   const forgotten = lost ? `, of which ${count(lost)} ${lost === 1 ? "is" : "are"} forgotten` : "";
-  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with branches or kept for Undo` : "";
+  const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} of it shared with other conversations, such as branches, or kept for Undo` : "";
   return `${count(memory.cells)}${budget} cells in use. ${counted(memory.tokens, "token")}${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
 }
 

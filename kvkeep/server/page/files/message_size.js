@@ -34,7 +34,8 @@ export function sizeWarning(tokens, room) {
  */
 function nearlyFullText({ policy, max_kv_size, cells, runs = [] }) {
   if (policy === "archive" || runs.some(({ standing }) => standing === "forgotten")) return "";
-  const start = `Memory is nearly full: ${count(Number(max_kv_size) - cells)} of ${count(Number(max_kv_size))} cells are free.`;
+  const [most, free] = [Number(max_kv_size), Number(max_kv_size) - cells];
+  const start = free > most / 2 ? `Memory has room for ${count(most)} cells only, of which ${count(free)} are free.` : `Memory is nearly full: ${count(free)} of ${count(most)} cells are free.`;
   if (REFUSING.includes(policy)) return `${start} The answer ends when it is full.`;
   return `${start} With this message and its answer the oldest text begins to be forgotten: pin what must stay.`;
 }

@@ -6,6 +6,10 @@ import { dropIfUnchanged, keepUndo } from "./undo.js";
 
 export const CHANGED = "The conversation has changed since it was shown, so nothing was done. The page now shows its current state.";
 
+export const BUSY = "Wait until the answer is complete, or stop it.";
+
+export const CHANGING = "Wait until the change is complete.";
+
 export const BUSY_ELSEWHERE = "An answer is being generated in this conversation, perhaps in another tab: wait until it is complete, or stop it.";
 
 /**
