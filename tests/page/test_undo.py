@@ -106,6 +106,7 @@ def test_a_pin_is_undone_by_its_own_button_once_the_text_goes_on(
     expect(page.locator(".chat:not(.busy) .question")).to_have_count(4)
     expect(undo).to_have_count(0)
     assert not [name for name in names(client) if name.startswith("_undo.pinned-early")]
+    expect(page.locator(".memory-panel")).not_to_contain_text("shared with")
     card_button(page, "Unpin message").click()
     expect(page.locator("#status")).to_have_text("The message of turn 2 is no longer pinned.")
     expect(page.locator(".question")).to_have_count(4)

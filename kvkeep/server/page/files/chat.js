@@ -79,10 +79,10 @@ export class ChatView {
     document.addEventListener("keydown", (event) => this.onKey(event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
-      if (operation && operation.session !== this.name) return;
-      if (operation?.what === "delete") this.isDeleted = true;
-      if (!operation || this.isDeleted) this.isOutdated = true; // revisions may start again
-      reloadSoon();
+      const isOwn = !operation || operation.session === this.name;
+      this.isDeleted ||= isOwn && operation?.what === "delete";
+      if (isOwn && (!operation || this.isDeleted)) this.isOutdated = true; // revisions may start again
+      if (isOwn || ["fork", "delete"].includes(operation.what)) reloadSoon(); // of another session: it may share cells
     }, signal);
     onSessions((entries) => {
       this.drawHeader();
@@ -157,6 +157,7 @@ export class ChatView {
     if (!memory) return this.drawGone();
     if (before && before.revision === memory.revision && before.tokens === memory.tokens) {
       this.memory = memory;
+      this.frame.panel.drawBudget(memory); // what it shares may be less
       return this.drawBusy();
     }
     const isAppended = memory.revision === this.answers.appendedRevision;

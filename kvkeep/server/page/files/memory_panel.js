@@ -46,6 +46,8 @@ export function memoryPanel(actions) {
     focus(options) {
       if (!element.contains(document.activeElement)) (buttons()[pressed] || element).focus(options);
     },
+    /** @param {Memory} memory */
+    drawBudget: (memory) => fill(budget, budgetElements(memory)),
     /** @param {Memory} memory @param {Turn[]} turns @param {string | null} selected */
     draw(memory, turns, selected) {
       latest = memory;
