@@ -152,7 +152,7 @@ BEFORE_RELEASES = (
     "page/test_page.py::test_pinned_prompts_are_listed_and_released",
     "page/test_page.py::test_two_tabs_show_the_same",
     "page/test_page.py::test_states_and_checkpoints_are_shown",
-    "page/test_status.py::test_nothing_is_offered_for_a_turn_that_is_forgotten",
+    "page/test_status.py::test_a_turn_that_is_forgotten_is_only_removed_from_the_chat",
     "page/test_status.py::test_a_message_that_is_stopped_is_back_in_the_box",
     # Other kinds of layers, of which CI has one of each.
     "store/test_prefix_checkpoints.py::*?local?",

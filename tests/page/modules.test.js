@@ -6,7 +6,7 @@ import test from "node:test";
 const FILES = "../../kvkeep/server/page/files";
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, openingText, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
-const { branchTitle, budgetRange, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
+const { branchTitle, defaultTexts, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
@@ -171,13 +171,6 @@ test("settings say what the server's policy and budget are", () => {
   assert.deepEqual(defaultTexts({ policy: "sliding", max_kv_size: 512 }), { policy: "server default: sliding", budget: "server default: 512" });
   assert.equal(defaultTexts({ policy: "full", max_kv_size: null }).budget, "server default: no limit");
   assert.deepEqual(defaultTexts({}), { policy: "server default", budget: "server default" });
-});
-
-test("a new conversation has a budget that its policy takes", () => {
-  const defaults = { policy: "sliding", budgets: { sliding: 8192, self_extend: 29_696 } };
-  assert.deepEqual(budgetRange(defaults, ""), { min: 32, max: 8192, label: "Memory budget, in cells: 32 to 8,192" });
-  assert.equal(budgetRange(defaults, "self_extend").max, 29_696);
-  assert.deepEqual(budgetRange({}, "full"), { min: 32, max: undefined, label: "Memory budget, in cells: at least 32" });
 });
 
 test("a pinned turn stays pinned when its end token is evicted, and counts what is pinned in part", () => {

@@ -225,6 +225,9 @@ def test_conversations_are_searched_renamed_and_deleted(page: Page, client: http
     expect(item.get_by_role("link")).to_have_attribute("aria-current", "page")
     item.hover()
     item.get_by_role("button", name="Delete").click()
+    page.keyboard.press("Escape")
+    expect(item.get_by_role("link")).to_be_focused()
+    item.get_by_role("button", name="Delete").click()
     page.locator("dialog button.main").click()
     expect(item).to_have_count(0)
     expect(page.locator("h1")).to_have_text("New chat")
@@ -249,6 +252,9 @@ def test_text_files_are_attached(page: Page, client: httpx.Client) -> None:
     box(page).press("Enter")
     expect(turns(page)).to_have_count(1)
     text = "".join(texts(client, page.url.rpartition("/")[2]))
+    question = page.locator(".question .content")
+    expect(question.locator(".code pre")).to_have_text("The password is ```swordfish```.")
+    expect(question.locator(".plain")).to_have_text(["notes.md", "What is the password?"])
     assert "notes.md\n````\nThe password is ```swordfish```.\n````\n\nWhat is the password?" in text
 
 

@@ -221,3 +221,50 @@ def test_the_inspector_calls_things_as_the_chat_does(page: Page, server: Running
         expect(page.get_by_role("heading", name=heading, exact=True)).to_be_visible()
         shown = page.locator("main").inner_text() + page.locator("nav").inner_text()
         assert not re.findall(r"\b(?:fork|session)\w*", shown, re.IGNORECASE), view
+
+
+def test_chat_and_panel_have_room_on_a_low_screen(browser: Browser, server: RunningServer) -> None:
+    """Such as a page of 1280 x 800 pixels at 200 %: a branch, with the button that undoes."""
+    create(server, "low", turns=3)
+    for page in open_page(browser, server, {"width": 640, "height": 400}):
+        page.goto("/#/chat/low")
+        page.get_by_role("button", name="Branch", exact=True).click()
+        expect(page.get_by_role("link", name="Back to")).to_be_visible()
+        page.locator(".turn-bars button").last.click()
+        page.locator(".turn-card").get_by_role("button", name="Remove", exact=True).click()
+        expect(page.get_by_role("button", name="Undo remove")).to_be_visible()
+        heights = "(all) => all.map((e) => e.offsetHeight)"
+        (panel,) = page.locator(".memory-panel").evaluate_all(heights)
+        page.get_by_role("button", name="Close the memory panel").click()
+        page.locator("#words").focus()
+        expect(page.locator("#status")).to_be_empty()
+        (log,) = page.locator(".log").evaluate_all(heights)
+        assert min(panel, log) >= 200
+        assert page.evaluate("document.documentElement.scrollWidth") <= 640
+
+
+def test_the_search_stays_above_a_list_that_scrolls(
+    browser: Browser, server: RunningServer
+) -> None:
+    """And the conversation that is open is in view."""
+    for number in range(12):
+        create(server, f"listed-{number}", turns=0)
+    for page in open_page(browser, server, {"width": 1280, "height": 420}):
+        search, links = page.get_by_label("Search titles"), page.locator("#conversations a")
+        expect(page.locator("[data-name=listed-11]")).to_be_attached()
+        page.goto(f"/#/chat/{links.last.get_attribute('data-name')}")
+        expect(links.last).to_be_in_viewport(ratio=0.9)
+        expect(search).to_be_in_viewport(ratio=1)
+        assert links.last.evaluate("(e) => e.closest('.conversation-lists').scrollTop") > 0
+        page.goto(f"/#/chat/{links.first.get_attribute('data-name')}")
+        expect(links.first).to_be_in_viewport(ratio=0.9)
+
+
+def test_what_is_kept_of_a_forgotten_opening_stays_in_the_strip(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "sunk", turns=4, policy="sliding", max_kv_size=64)
+    page.goto("/#/chat/sunk")
+    opening = page.locator(".turn-bars button").first
+    expect(opening).to_have_attribute("title", re.compile("forgotten"))
+    assert opening.locator(".kept").evaluate("(e) => e.getBoundingClientRect().width") >= 3

@@ -74,6 +74,9 @@ def test_a_turn_that_is_chosen_by_a_key_leads_to_its_buttons_and_back(
     wide.keyboard.press("Escape")
     expect(turn).to_be_focused()
     assert wide.locator(".memory-action p:empty").count() == 0
+    wide.keyboard.press("Enter")  # the turn stays selected
+    expect(wide.locator(".turn-card")).to_be_focused()
+    expect(wide.locator(".turn-card h3")).to_have_text("Turn 1")
 
 
 def test_a_compression_says_what_it_left_and_what_cannot_be_done_any_more(
@@ -195,15 +198,26 @@ def test_a_text_is_not_replaced_at_the_place_of_another(wide: Page, server: Runn
     expect(wide.locator(".message.answer")).to_have_count(1)
 
 
-def test_a_turn_that_is_forgotten_can_be_removed_from_the_chat(
-    wide: Page, server: RunningServer
-) -> None:
-    create(server, "forgotten-turn", turns=4, policy="sliding", max_kv_size=32)
-    wide.goto("/#/chat/forgotten-turn")
-    expect(wide.locator(".turn")).to_have_count(4)
-    wide.locator(".turn-bars button[data-turn='turn 1']").click()
-    expect(wide.locator(".turn-card")).to_contain_text("The model has forgotten it already.")
-    wide.get_by_role("button", name="Remove", exact=True).click()
-    expect(wide.locator(".turn")).to_have_count(3)
-    wide.get_by_role("button", name="Undo remove").click()
-    expect(wide.locator(".turn")).to_have_count(4)
+def test_settings_take_a_budget_that_the_policy_has(page: Page, server: RunningServer) -> None:
+    """And say with it what the longest answer is."""
+    page.get_by_role("button", name="Settings").click()
+    budget, longest = page.locator("dialog [name=max_kv_size]"), page.locator("[name=max_tokens]")
+    expect(longest).to_have_attribute("placeholder", "1024")
+    budget.fill("300")
+    expect(longest).to_have_attribute("placeholder", "150")
+    for value, is_valid in (("2", False), ("8193", False), ("8192", True)):
+        budget.fill(value)
+        assert budget.evaluate("(input) => input.checkValidity()") is is_valid
+    expect(page.locator("dialog")).to_contain_text("Memory budget, in cells: 32 to 8,192")
+    page.locator("dialog [name=policy]").select_option("self_extend")
+    expect(page.locator("dialog")).to_contain_text("Memory budget, in cells: 32 to 29,696")
+    budget.fill("29696")
+    page.locator("dialog button.main").click()
+    expect(page.locator("dialog")).to_have_count(0)
+    with server.client() as client:
+        for policy, budget_of in client.get("/v1/page").json()["budgets"].items():
+            for size in (32, budget_of):
+                body = {"policy": policy, "max_kv_size": size}
+                created = client.post("/v1/sessions", json=body)
+                assert created.status_code == 201, (policy, size)
+                client.delete(f"/v1/sessions/{created.json()['name']}")

@@ -106,7 +106,7 @@ def test_a_branch_names_the_conversation_it_left_beside_its_title(
     expect(page.locator(".origin")).to_be_hidden()
 
 
-@pytest.mark.parametrize("width", [1440, 1024, 390])
+@pytest.mark.parametrize("width", [1440, 1024, 390, 360])
 def test_the_heading_takes_at_most_two_rows_with_undo(
     browser: Browser, server: RunningServer, width: int
 ) -> None:
@@ -268,28 +268,3 @@ _PLACES = """(() => {
     const [first, last] = [shown[0], [...shown].at(-1)].map((each) => each.getBoundingClientRect());
     return [strip.left, strip.top, first.left, first.top, last.right, last.top];
 })()"""
-
-
-def test_settings_take_a_budget_that_the_policy_has(page: Page, server: RunningServer) -> None:
-    """And say with it what the longest answer is."""
-    page.get_by_role("button", name="Settings").click()
-    budget, longest = page.locator("dialog [name=max_kv_size]"), page.locator("[name=max_tokens]")
-    expect(longest).to_have_attribute("placeholder", "1024")
-    budget.fill("300")
-    expect(longest).to_have_attribute("placeholder", "150")
-    for value, is_valid in (("2", False), ("8193", False), ("8192", True)):
-        budget.fill(value)
-        assert budget.evaluate("(input) => input.checkValidity()") is is_valid
-    expect(page.locator("dialog")).to_contain_text("Memory budget, in cells: 32 to 8,192")
-    page.locator("dialog [name=policy]").select_option("self_extend")
-    expect(page.locator("dialog")).to_contain_text("Memory budget, in cells: 32 to 29,696")
-    budget.fill("29696")
-    page.locator("dialog button.main").click()
-    expect(page.locator("dialog")).to_have_count(0)
-    with server.client() as client:
-        for policy, budget_of in client.get("/v1/page").json()["budgets"].items():
-            for size in (32, budget_of):
-                body = {"policy": policy, "max_kv_size": size}
-                created = client.post("/v1/sessions", json=body)
-                assert created.status_code == 201, (policy, size)
-                client.delete(f"/v1/sessions/{created.json()['name']}")

@@ -54,7 +54,9 @@ def test_a_message_covers_no_answer_and_goes_by_itself(page: Page, client: httpx
     assert page.locator("#status").count() == 1  # a view that is left takes none with it
 
 
-def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: httpx.Client) -> None:
+def test_a_turn_that_is_forgotten_is_only_removed_from_the_chat(
+    page: Page, client: httpx.Client
+) -> None:
     create(client, "lost", 4, policy="sliding", max_kv_size=64)
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto("/#/chat/lost")
@@ -62,9 +64,13 @@ def test_nothing_is_offered_for_a_turn_that_is_forgotten(page: Page, client: htt
     card = page.locator(".turn-card")
     expect(card).to_contain_text("in 0 cells, forgotten")
     expect(card).to_contain_text("cannot be pinned or replaced")
-    expect(card.get_by_role("button")).to_have_count(0)
-    page.locator(".turn-bars button").last.click()
-    expect(card.get_by_role("button", name="Remove", exact=True)).to_be_enabled()
+    expect(card).to_contain_text("The model has forgotten it already.")
+    expect(card.get_by_role("button")).to_have_text(["Remove"])
+    expect(page.locator(".question")).to_have_count(4)
+    card.get_by_role("button").click()
+    expect(page.locator(".question")).to_have_count(3)
+    page.get_by_role("button", name="Undo remove").click()
+    expect(page.locator(".question")).to_have_count(4)
 
 
 def test_a_message_that_is_stopped_is_back_in_the_box(page: Page, client: httpx.Client) -> None:

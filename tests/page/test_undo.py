@@ -114,6 +114,23 @@ def test_a_pin_is_undone_by_its_own_button_once_the_text_goes_on(
     assert "pinned" not in {run["standing"] for run in memory["runs"]}
 
 
+def test_a_change_is_undone_by_a_key_outside_the_message_box(
+    page: Page, client: httpx.Client
+) -> None:
+    open_chat(page, client, "undone-by-key")
+    card_button(page, "Pin message").press("Enter")
+    expect(card_button(page, "Unpin message")).to_be_focused()
+    undo = page.get_by_role("button", name="Undo pin")
+    page.locator("#words").fill("Where")
+    page.locator("#words").press("Control+z")
+    expect(page.locator("#words")).to_have_value("")
+    expect(undo).to_be_visible()
+    card_button(page, "Unpin message").focus()
+    page.keyboard.press("Control+z")
+    expect(page.locator("#status")).to_have_text("Undone: pin.")
+    expect(undo).to_have_count(0)
+
+
 def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) -> None:
     open_chat(page, client, "small", max_kv_size=64)
     memory = client.get("/v1/sessions/small/memory").json()

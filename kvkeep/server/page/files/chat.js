@@ -15,6 +15,7 @@ import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
 import { noteElement, withOpenNote } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
+import { undoElement } from "./undo_button.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
 import { offeredStep, stepsAmong } from "./undo.js";
@@ -214,9 +215,8 @@ export class ChatView {
     if (shown === this.shownHeader) return;
     this.shownHeader = shown;
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
-    const undoButton = step ? h("button", { onclick: () => this.exclusively(() => this.changes.undo(step)) }, `Undo ${step.operation}`) : null;
     const branch = edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, branch, link, undoButton);
+    fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => this.changes.undo(step))) : null);
     this.frame.setOrigin(origin);
   }
 

@@ -146,11 +146,11 @@ export class ChatFrame {
     }
   }
 
-  // Selects a turn, or none if it is the one that is selected. from: where it was chosen. byKey: which leads on to the panel.
+  // Selects a turn; a click on the part of the strip that is selected selects none. from: where it was chosen. byKey: which leads on to the panel.
   /** @param {string} label @param {"strip" | "chat"} from */
   select(label, from, byKey = false) {
     const isShown = !this.isPanelOver || this.isPanelOpen;
-    this.selected = label === this.selected && from === "strip" && isShown ? null : label;
+    this.selected = label === this.selected && from === "strip" && isShown && !byKey ? null : label;
     if (this.memory) this.drawMemory(this.memory, this.turns);
     this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });

@@ -10,6 +10,7 @@ import { isUndoName, undoNamesOf } from "./undo.js";
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
 
 /** @typedef {SessionEntry} Entry */
+/** @typedef {Entry & {date?: string}} DatedEntry  date: to tell it from others of its title. */
 
 /**
  * Fills the list and keeps it current.
@@ -27,7 +28,7 @@ export function conversations(container, edits) {
 
   const draw = () => {
     const query = folded(search.value.trim());
-    const shown = entries.filter((entry) => !isUndoName(entry.name) && folded(`${titleOf(entry)} ${entry.name}`).includes(query));
+    const shown = withDates(entries).filter((entry) => !isUndoName(entry.name) && folded(`${titleOf(entry)} ${entry.name}`).includes(query));
     const named = nested(shown.filter((entry) => entry.named));
     const unnamed = shown.filter((entry) => !entry.named);
     const focused = document.activeElement?.closest("li")?.querySelector("a")?.getAttribute("href");
@@ -52,8 +53,12 @@ export function conversations(container, edits) {
       showStatus(messageOf(error), true);
     }
   };
+  let shownHash = ""; // whose entry is in view
   const markLinks = () => {
     markCurrent(container.querySelectorAll("a"));
+    const current = location.hash === shownHash ? null : container.querySelector("a[aria-current]");
+    current?.scrollIntoView({ block: "nearest" });
+    if (current) shownHash = location.hash;
     const inspected = /^#\/sessions\/([^/]+)/.exec(location.hash)?.[1];
     for (const link of list.querySelectorAll("a")) if (link.dataset.name === inspected) link.setAttribute("aria-current", "true");
   };
@@ -87,7 +92,7 @@ export function conversations(container, edits) {
   const always = new AbortController().signal;
   onOperation(debounce(reload), always);
   onSessions(show, always);
-  fill(container, search, list, hint, otherPart);
+  fill(container, search, h("div", { class: "conversation-lists" }, list, hint, otherPart));
   draw();
   reload();
 }
@@ -97,6 +102,18 @@ export function conversations(container, edits) {
  * @param {string} text
  */
 export const folded = (text) => text.normalize("NFD").replace(/\p{M}/gu, "").toLowerCase();
+
+const DATE = /** @type {const} */ ({ month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+
+/**
+ * Returns entries with a date for those whose title another one has, too.
+ * @param {Entry[]} entries @returns {DatedEntry[]}
+ */
+export function withDates(entries) {
+  const titles = entries.filter(({ name }) => !isUndoName(name)).map(titleOf);
+  const isTwice = (/** @type {string} */ title) => titles.indexOf(title) !== titles.lastIndexOf(title);
+  return entries.map((entry) => ({ ...entry, date: isTwice(titleOf(entry)) ? new Date(entry.created * 1000).toLocaleString("en-US", DATE) : "" }));
+}
 
 // After an undo, a branch is a fork of what was kept for it: this browser knows of what it was one.
 /** @param {Entry} entry @returns {Entry} */
@@ -150,11 +167,11 @@ const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySele
 /** @type {Record<string, string>} */
 const SIGNS = { Rename: "✎", Delete: "×" };
 
-/** @param {Entry} entry @param {number} depth @param {boolean} edits @param {() => Promise<void>} reload */
+/** @param {DatedEntry} entry @param {number} depth @param {boolean} edits @param {() => Promise<void>} reload */
 function item(entry, depth, edits, reload) {
   const { name } = entry;
   const title = titleOf(entry);
-  const state = entry.busy ? h("small", {}, " working") : null;
+  const state = [entry.date, entry.busy ? "working" : ""].filter(Boolean).map((text) => h("small", {}, ` ${text}`));
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
   const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, titleParts(title), state);
   const rename = async () => {
@@ -167,7 +184,7 @@ function item(entry, depth, edits, reload) {
   const remove = async () => {
     const hasBranches = knownSessions().some((other) => withParent(other).parent === name && !isUndoName(other.name));
     const note = `Its text and its memory are removed; this cannot be undone.${hasBranches ? " Its branches stay." : ""}`;
-    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return;
+    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return focusItem(name);
     const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).map((other) => other.dataset.name);
     const at = links.indexOf(name);
     await deleteConversation(name);

@@ -6,6 +6,7 @@ import { chat } from "./chat.js";
 import { storeDrafts } from "./chat_place.js";
 import { conversations } from "./conversations.js";
 import { followOperations } from "./live.js";
+import { undoByKey } from "./undo_button.js";
 
 /** @typedef {(container: any, view: View) => Promise<void>} ShowView */
 
@@ -150,6 +151,7 @@ async function start() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") document.body.classList.remove("menu-open");
   });
+  document.addEventListener("keydown", undoByKey);
   document.addEventListener("click", onClick);
   document.addEventListener("streams", explainGone);
   followOperations((state) => showConnection(connection, state));

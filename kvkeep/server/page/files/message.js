@@ -2,7 +2,7 @@
 
 import { fill, h } from "./dom.js";
 import { copyButton, markdown } from "./markdown.js";
-import { splitAnswer, toolName } from "./message_parts.js";
+import { splitAnswer, splitFences, toolName } from "./message_parts.js";
 import { sharesOf, standingText, turnTitle } from "./turns.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
@@ -51,9 +51,13 @@ function partElement({ role, text }, buttons) {
 /** @param {Part["role"]} role @param {string} text */
 function contentOf(role, text) {
   if (role === "answer") return h("div", { class: "content" }, answerElements(text, true));
-  if (role === "question") return h("div", { class: "content plain" }, text);
+  if (role === "question") return questionContent(text);
   return folded(role === "tool" ? `Tool result` : ROLE_NAMES[role], text, role === "text");
 }
+
+// What a user said, as it was written; blocks of code are shown as those of an answer.
+/** @param {string} text */
+const questionContent = (text) => h("div", { class: "content" }, splitFences(text).map((piece) => (piece.isCode ? markdown(piece.text) : h("div", { class: "plain" }, piece.text))));
 
 /** @param {string} text @param {boolean} final */
 function answerElements(text, final) {
@@ -88,7 +92,7 @@ export function openTurn(question, { number, bar } = {}) {
   const content = h("div", { class: "content" });
   const progress = h("p", { class: "hint", role: "status" }, "Waiting...");
   const answer = h("article", { class: "message answer", "aria-label": "Model", "aria-busy": "true" }, progress, content, bar || h("div", { class: "message-bar" })); // bars have the place of the buttons to come
-  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, h("div", { class: "content plain" }, question), h("div", { class: "message-bar" }, copyButton(() => question), h("span", { class: "turn-number" }, `Turn ${number}`)));
+  const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, questionContent(question), h("div", { class: "message-bar" }, copyButton(() => question), h("span", { class: "turn-number" }, `Turn ${number}`)));
   const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
   let [reasoning, text] = ["", ""];
   let timer = 0;

@@ -35,6 +35,29 @@ export function toolName(text) {
   return match ? match[1] : "tool";
 }
 
+// A block of code from a fence to one that is as long, each in a line of its own.
+const FENCED = /^(`{3,})[^`\n]*\n(?:[\s\S]*?\n)?\1`*[ \t]*$/gm;
+
+/**
+ * Splits a message into its blocks of code, with their fences, and the text around them.
+ * @param {string} text @returns {{isCode: boolean, text: string}[]}
+ */
+export function splitFences(text) {
+  /** @type {{isCode: boolean, text: string}[]} */
+  const pieces = [];
+  let end = 0;
+  /** @param {string} said */
+  const say = (said) => said.trim() && pieces.push({ isCode: false, text: said.replace(/^\n+|\s+$/g, "") });
+  for (const match of text.matchAll(FENCED)) {
+    say(text.slice(end, match.index));
+    pieces.push({ isCode: true, text: match[0] });
+    end = match.index + match[0].length;
+  }
+  if (!end) return [{ isCode: false, text }];
+  say(text.slice(end));
+  return pieces;
+}
+
 /**
  * Returns a message with files before it, each in a fence that its text does not end.
  * @param {string} message @param {{name: string, text: string}[]} files

@@ -1,0 +1,23 @@
+// The button that undoes the newest change, and its key.
+
+import { h } from "./dom.js";
+
+/**
+ * Creates the button. On a narrow screen it shows no more than "Undo".
+ * @param {import("./undo.js").Step} step @param {() => void} run
+ */
+export function undoElement({ operation }, run) {
+  const label = `Undo ${operation}`;
+  return h("button", { class: "undo", onclick: run, "aria-label": label, "aria-keyshortcuts": "Control+Z", title: `${label} (Ctrl+Z, outside the message box)` }, "Undo", h("span", { class: "wide" }, ` ${operation}`));
+}
+
+// Undoes the newest change by Ctrl+Z, unless a text is written or a dialog is open: there it undoes what was typed.
+/** @param {KeyboardEvent} event */
+export function undoByKey(event) {
+  const isTyping = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
+  const isKey = (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey && event.key.toLowerCase() === "z";
+  const button = /** @type {HTMLElement | null} */ (document.querySelector("button.undo"));
+  if (!isKey || isTyping || !button || document.querySelector("dialog[open]")) return;
+  event.preventDefault();
+  button.click();
+}
