@@ -263,7 +263,10 @@ def test_the_search_stays_above_a_list_that_scrolls(
 def test_what_is_kept_of_a_forgotten_opening_stays_in_the_strip(
     page: Page, server: RunningServer
 ) -> None:
-    create(server, "sunk", turns=4, policy="sliding", max_kv_size=64)
+    create(server, "sunk", policy="sliding", max_kv_size=512)
+    with server.client() as client:
+        body = {"text": "The river is long and wide. " * 90}
+        client.post("/v1/sessions/sunk/feed", json=body).raise_for_status()
     page.goto("/#/chat/sunk")
     opening = page.locator(".turn-bars button").first
     expect(opening).to_have_attribute("title", re.compile("forgotten"))
