@@ -127,10 +127,13 @@ class Checker:
         return True
 
     def _go_back(self, held: UserSession, found: Found | None, generation: int) -> None:
-        """Accept the state after a kill, if it is none from before the last save."""
+        """Accept the state after a kill, if it is none from before the last save.
+
+        One that was never saved may be gone, or empty as it was created.
+        """
         self._record.lost += 1
         held.generation, held.unanswered = generation, []
-        if found is None:
+        if found is None or not found.content.tokens:
             if held.saved >= 0:
                 self.violation(f"{held.name}: lost, although it was saved")
             self.sessions.remove(held)

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,17 @@ from benchmarks.soak_faults.faults import KINDS, Fault, schedule
 from benchmarks.soak_faults.records import Change, Content, Record, SessionPoint, UserSession
 from benchmarks.soak_faults.server import KEYS
 from kvkeep import Client
+from kvkeep.client.remote import RemoteSession
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A server that is killed. kill: with the points of the session that its user knows."""
+
+    remote: RemoteSession
+    checker: Checker
+    record: Record
+    kill: Callable[[list[SessionPoint], int], UserSession]
 
 
 def test_a_schedule_is_that_of_its_seed_and_has_all_kinds() -> None:
@@ -57,30 +70,50 @@ def test_users_of_a_fleet_find_their_sessions_at_each_server(
     assert report["went_back_after_kill"] == 0
 
 
-def test_a_pin_that_a_kill_undid_is_no_change_of_the_session(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    """Its tokens are those of the pinned session; a replay with the pin has other bits."""
+@pytest.fixture
+def killed(tiny_folder: Path, tmp_path: Path) -> Iterator[Killed]:
+    """A server with an empty session that is saved, and a function that kills it and compares."""
     record = Record(10)
     with deployment(tmp_path, str(tiny_folder), "60MB", None, False, False) as servers:
         client = Client(servers.urls[0], KEYS[0])
         checker = Checker("user", [client], servers, record)
         remote = client.create("s", policy="sliding")
-        remote.feed("The cache holds the cells of a window.")
         remote.save()
-        fed, generation = checker.read("s")
-        assert fed is not None
-        pinned = ("pinned",) * 4 + fed.content.status[4:]
-        points = [
-            SessionPoint(fed.content, fed.revision, Change("feed")),
-            SessionPoint(
-                Content(fed.content.tokens, pinned), fed.revision + 1, Change("pin", 0, 4)
-            ),
-        ]
-        held = UserSession("s", "word", "sliding", points, generation, saved=0)
-        checker.sessions.append(held)
-        servers.apply(Fault(0, "kill", seconds=0, hours=0))
-        checker.compare_unchanged(held)
-        servers.close()
-    assert (record.lost, record.violations) == (1, [])
+
+        def kill(points: list[SessionPoint], saved: int) -> UserSession:
+            held = UserSession("s", "word", "sliding", points, servers.generation, saved)
+            checker.sessions.append(held)
+            servers.apply(Fault(0, "kill", seconds=0, hours=0))
+            checker.compare_unchanged(held)
+            return held
+
+        try:
+            yield Killed(remote, checker, record, kill)
+        finally:
+            servers.close()
+
+
+def test_a_pin_that_a_kill_undid_is_no_change_of_the_session(killed: Killed) -> None:
+    """Its tokens are those of the pinned session; a replay with the pin has other bits."""
+    killed.remote.feed("The cache holds the cells of a window.")
+    killed.remote.save()
+    fed, _ = killed.checker.read("s")
+    assert fed is not None
+    content = Content(fed.content.tokens, ("pinned",) * 4 + fed.content.status[4:])
+    points = [
+        SessionPoint(fed.content, fed.revision, Change("feed")),
+        SessionPoint(content, fed.revision + 1, Change("pin", 0, 4)),
+    ]
+    held = killed.kill(points, 0)
+    assert (killed.record.lost, killed.record.violations) == (1, [])
     assert [point.change.kind for point in held.points] == ["feed"]
+
+
+@pytest.mark.parametrize("saved", [-1, 0])
+def test_only_a_session_that_was_not_saved_may_be_empty_after_a_kill(
+    killed: Killed, saved: int
+) -> None:
+    point = SessionPoint(Content((5,), ("window",)), 1, Change("feed"))
+    killed.kill([point], saved)
+    assert bool(killed.record.violations) == (saved == 0)
+    assert killed.checker.sessions == []
