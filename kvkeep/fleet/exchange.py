@@ -96,7 +96,7 @@ class ReplayedRequest:
     """A request whose body was read: `receive` gives it, or another body, to the application."""
 
     def __init__(self, body: bytes, receive: Receive, is_detached: bool = False):
-        """is_detached: whether the application is not told when the client disconnects."""
+        """is_detached: whether the application goes on when the client disconnects."""
         self._body: bytes | None = body
         self._receive, self.is_detached = receive, is_detached
         self.client_gone = asyncio.Event()  # set also to treat a client as disconnected
