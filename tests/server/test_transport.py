@@ -24,9 +24,8 @@ from kvkeep.model import Model
 from kvkeep.server import sse
 from kvkeep.server.connections import connection_config
 from kvkeep.server.limits import MAX_BODY_BYTES
-from kvkeep.server.ollama.answers import ndjson_response
 from kvkeep.server.sse import KeepaliveResponse, sse_event, sse_response
-from tests.server.conftest import RunningServer, running_server
+from tests.server.conftest import RunningServer, ScriptedServer, running_server
 
 COMPLETION = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
 COMPRESS = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstandard.compress}
@@ -136,20 +135,19 @@ async def _sent_messages(response: StreamingResponse) -> list[bytes]:
     return bodies
 
 
-def test_no_text_in_a_stream_ends_its_line() -> None:
+def test_no_text_in_a_stream_ends_its_line(scripted: ScriptedServer) -> None:
     """Clients split streams at all characters at which Python's `splitlines` does."""
     ends = [char for char in map(chr, range(0x3000)) if len(f"a{char}b".splitlines()) > 1]
     data = {"text": "é".join(ends)}
     event, data_line, empty = sse_event(data, "token").decode().splitlines()
     assert (event, empty) == ("event: token", "")
     assert json.loads(data_line.removeprefix("data: ")) == data
-
-    async def chunks() -> AsyncIterator[dict[str, str]]:
-        yield data
-
-    sent = asyncio.run(_sent_messages(ndjson_response(chunks(), keepalive={})))
-    lines = b"".join(sent).decode().splitlines()
-    assert [json.loads(line) for line in lines] == [{}, data]
+    text = "a\x85b\u2028c\u2029d"  # JSON has escapes for all others
+    scripted.write(text)
+    with scripted.client() as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        lines = client.post("/api/chat", json=body).text.splitlines()
+    assert "".join(json.loads(line)["message"]["content"] for line in lines) == text
 
 
 def test_silence_is_filled_with_keepalives(monkeypatch: pytest.MonkeyPatch) -> None:
