@@ -7,7 +7,7 @@ const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
 const { answerText, branchText, canPin, canRecompute, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, replaceText, sizeText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
-const { boundText, missOf } = await import(`${FILES}/reuse.js`);
+const { boundText, missOf } = await import(`${FILES}/miss_text.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
 const span = (start, end) => ({ start, end });

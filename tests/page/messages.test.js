@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
-const { budgetRange } = await import(`${FILES}/chat_settings.js`);
+const { budgetRange } = await import(`${FILES}/settings_dialog.js`);
 const { withDates } = await import(`${FILES}/conversations.js`);
 const { splitFences, withFiles } = await import(`${FILES}/message_parts.js`);
 

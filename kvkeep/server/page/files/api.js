@@ -2,6 +2,9 @@
 
 const KEY = "kvkeep key";
 
+/** Of a part of the page that is loaded when it is asked for: browsers do not load it again by themselves. */
+export const NOT_LOADED = "The server does not answer. Load this page again once it does.";
+
 export const NO_ANSWER = "The server does not answer.";
 export const BROKEN_OFF = "The connection to the server was lost.";
 

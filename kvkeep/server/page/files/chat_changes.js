@@ -2,8 +2,8 @@
 
 import { createBeside, forkConversation } from "./branches.js";
 import { CHANGED, changeError, changeHeaders } from "./session_change.js";
-import { askSettings, keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
-import { send } from "./api.js";
+import { keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
+import { NOT_LOADED, send } from "./api.js";
 import { h, promptDialog, showStatus } from "./dom.js";
 import { changedText, noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
@@ -171,7 +171,9 @@ export class ChatChanges {
     const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
     const { sampling: given, policy, max_kv_size, budgets } = chat.settings;
     const defaults = { ...given, max_tokens: longestAnswer(chat.room), policy, max_kv_size, budgets };
-    const values = await askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
+    const dialog = await import("./settings_dialog.js").catch(() => null);
+    if (!dialog) return showStatus(NOT_LOADED, true);
+    const values = await dialog.askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
     if (!values) return;
     if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];
     else keep(name, { sampling: values.sampling });

@@ -1,10 +1,10 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
-import { get } from "./api.js";
+import { get, messageOf, NOT_LOADED } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus, statusText } from "./dom.js";
 import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
-import { isPrompt, missElements, missOf, reuseText } from "./reuse.js";
+import { isPrompt, reuseText } from "./reuse.js";
 import { legend } from "./turn_strip.js";
 import { canGoBackTo, canRemove, pinnable, rangesOf, sharesOf, turnTitle, withoutEnd } from "./turns.js";
 
@@ -90,16 +90,19 @@ function answerSentence(memory) {
 // A button that shows the two texts at which the last prompt of a session left its memory.
 /** @param {Memory} memory @param {HTMLElement} container */
 function whyButton(memory, container) {
+  const notLoaded = () => {
+    throw new Error(NOT_LOADED);
+  };
   const show = async () => {
-    const { data } = await get("/v1/prefix/misses");
-    const miss = missOf(data, memory);
-    const text = miss ? missElements(miss) : h("p", {}, "The rest was new, or the prompt is no longer among the last that are listed.");
+    const [{ data }, texts] = await Promise.all([get("/v1/prefix/misses"), import("./miss_text.js").catch(notLoaded)]);
+    const miss = texts.missOf(data, memory);
+    const text = miss ? texts.missElements(miss) : h("p", {}, "The rest was new, or the prompt is no longer among the last that are listed.");
     const explanation = h("div", { tabindex: "-1" }, text);
     container.append(explanation);
     explanation.focus({ preventScroll: true });
     button.remove();
   };
-  const button = h("button", { class: "small", onclick: show }, "Why not more?");
+  const button = h("button", { class: "small", onclick: () => show().catch((error) => showStatus(messageOf(error), true)) }, "Why not more?");
   return button;
 }
 

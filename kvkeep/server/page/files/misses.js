@@ -2,7 +2,8 @@
 
 import { get, messageOf, send } from "./api.js";
 import { clock, fill, h, number, showStatus, title } from "./dom.js";
-import { differingTexts, reasonText, reuseText } from "./reuse.js";
+import { differingTexts, reasonText } from "./miss_text.js";
+import { reuseText } from "./reuse.js";
 import { fetchSessions, titledLink } from "./session_list.js";
 
 const PATH = "/v1/prefix/misses";

@@ -5,7 +5,7 @@ import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { shownOperations } from "./undo.js";
+import { isUndoName, sessionOfCopy } from "./undo.js";
 
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
@@ -60,4 +60,22 @@ function row(operation, entries) {
     h("td", {}, bytes(operation.nbytes)),
     h("td", {}, number(operation.revision)),
   );
+}
+
+/**
+ * Returns the operations to show of a log, the newest first: an undo is one, and not a deletion and a fork of the copy kept for it.
+ * @param {Operation[]} log
+ */
+export function shownOperations(log) {
+  /** @type {Set<string>} */
+  const undone = new Set(); // sessions whose deletion for an undo comes next
+  return log.flatMap((operation) => {
+    const { session, what, parent } = operation;
+    if (isUndoName(session)) return [];
+    if (what === "delete" && undone.delete(session)) return [];
+    const copyOf = sessionOfCopy(parent || "");
+    if (what !== "fork" || !copyOf || !session.startsWith(copyOf)) return [operation];
+    undone.add(session);
+    return [{ ...operation, what: "undo" }];
+  });
 }

@@ -10,29 +10,14 @@ const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
 
+/** Returns how the name of the session begins that a copy for undo is of. @param {string} name */
+export const sessionOfCopy = (name) => NAME.exec(name)?.[1];
+
 /**
  * Whether a session is a copy for the undo of another one that exists.
  * @param {SessionEntry} entry @param {SessionEntry[]} entries all sessions
  */
 export const isUndoCopy = (entry, entries) => isUndoName(entry.name) && entries.some(({ name }) => name === entry.parent);
-
-/**
- * Returns the operations to show of a log, the newest first: an undo is one, and not a deletion and a fork of the copy kept for it.
- * @param {Operation[]} log
- */
-export function shownOperations(log) {
-  /** @type {Set<string>} */
-  const undone = new Set(); // sessions whose deletion for an undo comes next
-  return log.flatMap((operation) => {
-    const { session, what, parent } = operation;
-    if (isUndoName(session)) return [];
-    if (what === "delete" && undone.delete(session)) return [];
-    const copyOf = NAME.exec(parent || "")?.[1];
-    if (what !== "fork" || !copyOf || !session.startsWith(copyOf)) return [operation];
-    undone.add(session);
-    return [{ ...operation, what: "undo" }];
-  });
-}
 
 /** @typedef {{name: string, number: number, operation: string, tokens: number | undefined}} Step  tokens: the session's before the change, if it is in memory. */
 
