@@ -75,6 +75,17 @@ def test_the_chat_offers_undo_of_the_inspector_and_then_its_own(
     expect(undo_button(page)).to_have_text("Undo pin")
 
 
+def test_ctrl_z_undoes_in_the_inspector(page: Page, server: RunningServer) -> None:
+    create(server, "by-key", turns=2)
+    before = text_of(server, "by-key")
+    page.goto("/#/sessions/by-key")
+    change(page, "Delete text")
+    expect(undo_button(page)).to_have_text("Undo delete")
+    page.locator(".text").press("Control+z")
+    expect(page.locator("#status")).to_have_text("Undone: delete.")
+    assert text_of(server, "by-key") == before
+
+
 def test_what_was_said_since_a_change_of_the_inspector_is_kept_in_a_branch(
     page: Page, server: RunningServer
 ) -> None:

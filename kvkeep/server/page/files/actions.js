@@ -4,6 +4,7 @@ import { send } from "./api.js";
 import { titleOf } from "./chat_settings.js";
 import { fill, h, number, promptDialog, showStatus } from "./dom.js";
 import { NAME } from "./names.js";
+import { undoElement } from "./undo_button.js";
 import { undoNamesOf } from "./undo.js";
 
 /** @typedef {import("./session_change.js").Change} Change */
@@ -135,7 +136,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     fill(spans, ["", ...names].map((name) => h("option", { value: name }, name || (names.length ? "choose" : "none"))));
   };
   /** @param {string} operation "" if nothing can be undone @param {() => void} run */
-  const offerUndo = (operation, run) => fill(undoPlace, operation ? h("button", { onclick: run }, `Undo ${operation}`) : null);
+  const offerUndo = (operation, run) => fill(undoPlace, operation ? undoElement({ operation }, run) : null);
   return { element, update, updateSpans, offerUndo };
 }
 

@@ -10,7 +10,6 @@ import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { canGoBackTo, openingText, turnText } from "./turns.js";
 import { dropIfUnchanged, keepUndo } from "./undo.js";
-import { undoChange } from "./undo_change.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -99,7 +98,9 @@ export class ChatChanges {
     await this.chat.reload(); // an answer that another client asked for may have ended just now
     const { memory } = this.chat;
     if (!memory) return;
-    const done = await undoChange(memory, step, async () => this.chat.turns);
+    const loaded = await import("./undo_change.js").catch(() => null);
+    if (!loaded) return showStatus(NOT_LOADED, true);
+    const done = await loaded.undoChange(memory, step, async () => this.chat.turns);
     if (!done) return;
     this.chat.memory = null;
     await this.reloadAll();

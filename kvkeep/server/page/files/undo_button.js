@@ -4,9 +4,10 @@ import { h } from "./dom.js";
 
 /**
  * Creates the button. On a narrow screen it shows no more than "Undo".
- * @param {import("./undo.js").Step} step @param {() => void} run
+ * @param {{operation: string}} step @param {() => void} run
  */
 export function undoElement({ operation }, run) {
+  import("./undo_change.js").catch(() => {}); // here by the time it is asked for
   const label = `Undo ${operation}`;
   return h("button", { class: "undo", onclick: run, "aria-label": label, "aria-keyshortcuts": "Control+Z", title: `${label} (Ctrl+Z, outside the message box)` }, "Undo", h("span", { class: "wide" }, ` ${operation}`));
 }
