@@ -114,7 +114,7 @@ def test_a_turn_that_repeats_the_system_prompt_needs_no_room_for_it(
         ) as full,
         full.client() as client,
     ):
-        client.post("/v1/sessions", json={"name": "chat", **settings}).raise_for_status()
+        client.post("/v1/sessions", json={"name": "chat"}).raise_for_status()
         turn = {"content": "Hi.", "system": system, "max_tokens": 4, "temperature": 0}
         for _ in range(2):
             response = client.post("/v1/sessions/chat/turns", json=turn)
