@@ -104,6 +104,11 @@ class Conversation:
                 ids, _ = self._next_prompt(question, keeps_end=True)
         return ids
 
+    def require_room(self, question: str) -> None:
+        """Raise ContextFull if the session has no room for a user's message."""
+        ids, removes_end = self._next_prompt(question)
+        self.session.core.memory.require_room(len(ids) - removes_end)
+
     def _next_prompt(self, question: str, keeps_end: bool = False) -> tuple[list[int], bool]:
         """Return the tokens to prefill, and whether the end token before them is removed first.
 
@@ -304,8 +309,7 @@ class Conversation:
         """Answer a user's message as `stream`; yield the text and the reasoning as events."""
         validation.text("question", question)
         max_tokens, sampling = self._checked(max_tokens, sampling)
-        ids, removes_end = self._next_prompt(question)
-        self.session.core.memory.require_room(len(ids) - removes_end)
+        self.require_room(question)
         if self.is_open:
             self.end_turn()  # of an answer that was cut off
         ids, start = self.begin_turn(question), len(self.session.tokens)

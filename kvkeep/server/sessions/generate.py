@@ -187,6 +187,7 @@ def _turn_request(
             speculate=body.speculate,
             on_end=lambda *_: chat.end_turn(),
         )
+    chat.require_room(question)
     if chat.is_open:
         chat.end_turn()
     is_first, ids = not chat.last_turn, chat.begin_turn(question)
