@@ -158,7 +158,15 @@ def test_several_generations_share_one_prefill(engine: Engine, smollm2: Model) -
 
 
 def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> None:
-    """One fails by NaN in its cells, one by a bias for a token that does not exist."""
+    """One fails by NaN in its cells, one by its constraint."""
+
+    class Failing:
+        def masked(self, logits: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("nothing is allowed")
+
+        def accept(self, token: int) -> None:
+            raise NotImplementedError
+
     one, two, three = prompts(smollm2, 3, 100)
     broken = smollm2.session(600, prefill_step=128)
     broken.feed(two)
@@ -168,11 +176,13 @@ def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> Non
     engine.create(name="broken", session=broken).result()
     good = engine.generate(new_request(one))
     bad = engine.generate(new_request((), count=5), session="broken")
-    worse = engine.generate(new_request(three, Sampling(logit_bias=((10**6, 1.0),))))
+    worse = engine.generate(new_request(three, Sampling(constraint=Failing())))
     with pytest.raises(NonFiniteLogits):
         list(bad)
-    with pytest.raises(InvalidArgument, match="logit_bias"):
+    with pytest.raises(RuntimeError, match="nothing is allowed"):
         list(worse)
+    with pytest.raises(InvalidArgument, match="logit_bias"):
+        engine.generate(new_request(three, Sampling(logit_bias=((10**6, 1.0),))))
     assert token_logprobs(good) == alone(smollm2, one)
 
 
