@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from page.conftest import create
 from playwright.sync_api import Page, expect
 from server.conftest import RunningServer
@@ -131,3 +132,24 @@ def test_a_session_that_is_deleted_in_the_inspector_leaves_no_copies(
     page.locator("dialog button.main").click()
     expect(page).to_have_url(f"{server.url}/#/")
     assert [name for name in names(server) if "copied" in name] == []
+
+
+@pytest.mark.parametrize("button", ["Replace", "Insert before"])
+def test_a_text_that_is_refused_is_asked_for_again_as_it_was_written(
+    page: Page, server: RunningServer, button: str
+) -> None:
+    name = f"refused-{button.split()[0].lower()}"
+    create(server, name, turns=0, policy="full", max_kv_size=64)
+    with server.client() as client:
+        client.post(f"/v1/sessions/{name}/feed", json={"text": "The sea is grey."})
+        spans = {"name": "turn 1", "start": 0, "end": 2}
+        client.post(f"/v1/sessions/{name}/spans", json=spans).raise_for_status()
+    page.goto(f"/#/sessions/{name}")
+    text = "A wave comes in. " * 20
+    change(page, button, text=text)
+    expect(page.locator("dialog .failure")).to_be_visible()
+    expect(page.locator("dialog [name=text]")).to_have_value(text)
+    page.locator("dialog [name=text]").fill(" Two")
+    page.locator("dialog button.main").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert "Two" in text_of(server, name)

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-const { turnsOf } = await import("../../kvkeep/server/page/files/turns.js");
+const { turnsOf, turnsSince } = await import("../../kvkeep/server/page/files/turns.js");
 
 const memory = (fields) => ({ tokens: 0, runs: [], spans: {}, busy: false, ...fields });
 const span = (start, end) => ({ start, end });
@@ -28,4 +28,14 @@ test("the first turn is one while it is answered, too", () => {
   assert.deepEqual(busy(texts.slice(0, 5)), [["system", ["system"]], ["turn 1", ["question"]]]);
   assert.deepEqual(busy(texts.slice(3)), [["turn 1", ["question", "answer"]]]);
   assert.equal(busy([...texts, ...texts.slice(3)]).length, 5); // a chat that another client sent as a whole
+});
+
+test("a fed text that was replaced is no turn since then", () => {
+  const turn = (...texts) => ({ parts: texts.map((text) => ({ role: texts.length > 1 ? "question" : "text", text })) });
+  const earlier = [turn("Q", "A"), turn("fed"), turn("R", "B")];
+  const now = (...more) => [turn("Q", "A"), turn("another"), turn("R", "B"), ...more];
+  assert.equal(turnsSince(now(), earlier, true).length, 0);
+  assert.equal(turnsSince(now(turn("S", "C")), earlier, true).length, 1);
+  assert.equal(turnsSince([turn("Q", "A"), turn("more")], [turn("Q", "A")], true).length, 1);
+  assert.equal(turnsSince(now(), earlier, false).length, 1);
 });

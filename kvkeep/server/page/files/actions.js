@@ -173,16 +173,27 @@ async function replace(change, range, textOf) {
   } catch (error) {
     return change.fail(error);
   }
-  const fields = [{ name: "text", label: "New text", kind: "textarea", value }, RECOMPUTE];
-  const values = await promptDialog("Replace", fields, "Replace");
-  if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, { undo: "edit", renumbers: true });
+  const text = { name: "text", label: "New text", kind: "textarea", value };
+  await edit(change, "Replace", text, { op: "replace", ...range }, "edit");
 }
 
 /** @param {Change} change @param {number} at */
 async function insert(change, at) {
-  const fields = [{ name: "text", label: "Text", kind: "textarea" }, RECOMPUTE];
-  const values = await promptDialog(`Insert before token ${at}`, fields, "Insert");
-  if (values) await change.post("edit", { op: "insert", at, ...editFields(values) }, editMessage, { undo: "insert", renumbers: true });
+  const text = { name: "text", label: "Text", kind: "textarea", value: "" };
+  await edit(change, `Insert before token ${at}`, text, { op: "insert", at }, "insert");
+}
+
+/**
+ * Asks for a text and edits by it; once more, with the text as it was written, if that fails.
+ * @param {Change} change @param {string} heading @param {{name: string, label: string, kind: string, value: string}} text @param {any} body @param {string} undo
+ */
+async function edit(change, heading, text, body, undo) {
+  for (;;) {
+    const reason = change.problem ? h("p", { class: "failure" }, change.problem) : null;
+    const values = await promptDialog(heading, [text, RECOMPUTE], heading.split(" ")[0], reason);
+    if (!values || (await change.post("edit", { ...body, ...editFields(values) }, editMessage, { undo, renumbers: true }))) return;
+    text = { ...text, value: values.text };
+  }
 }
 
 /** @param {{text: string, recompute: boolean}} values */

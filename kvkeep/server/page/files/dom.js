@@ -103,7 +103,9 @@ const DOUBLE_CLICK = { within: 400, beside: 10 }; // milliseconds, pixels
 /** Ignores the second click of a double click, which would hit what lies behind a dialog. @param {MouseEvent} first */
 function ignoreSecondClick(first) {
   if (!first.detail) return; // made by the keyboard
+  const dialog = /** @type {Element} */ (first.currentTarget).closest("dialog");
   const ignore = (/** @type {MouseEvent} */ event) => {
+    if (dialog?.open) return; // it refused what was written
     if (Math.hypot(event.clientX - first.clientX, event.clientY - first.clientY) > DOUBLE_CLICK.beside) return;
     event.preventDefault();
     event.stopPropagation();

@@ -49,6 +49,7 @@ export class Change {
     this.view = view;
     /** @type {string | null} */
     this.kept = null; // the fork for its undo
+    this.problem = ""; // why it failed
   }
 
   /**
@@ -93,6 +94,7 @@ export class Change {
   async fail(error) {
     await this.view.reload();
     if (this.kept) await dropIfUnchanged(this.kept, this.name, this.revision).catch(() => {});
-    showStatus(changeError(error), true);
+    this.problem = changeError(error);
+    showStatus(this.problem, true);
   }
 }

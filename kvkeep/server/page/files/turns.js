@@ -187,6 +187,7 @@ export function turnsSince(turns, earlier, allowsChange) {
     let at = rest.findIndex((before) => before.length === texts.length && texts.every((text) => before.includes(text)));
     if (at < 0 && mayDiffer) {
       at = rest.findIndex((before) => texts.some((text) => before.includes(text)));
+      if (at < 0 && texts.length === 1 && rest[0]?.length === 1) at = 0; // the whole of a text that was fed
       mayDiffer = at < 0;
     }
     rest = rest.slice(at + 1);
