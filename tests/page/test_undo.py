@@ -79,7 +79,10 @@ def test_an_answer_that_was_regenerated_and_went_on_is_kept_by_its_undo(
     page.locator("dialog [name=max_tokens]").fill("3")
     page.locator("dialog button.main").click()
     for button in ("Regenerate", "Continue"):
+        before = text_of(client, "regenerated")
         page.get_by_role("button", name=button).click()
+        while text_of(client, "regenerated") == before:
+            page.wait_for_timeout(50)
         expect(page.locator(".chat.busy")).to_have_count(0)
     later, known = text_of(client, "regenerated"), names(client)
     page.get_by_role("button", name="Undo regenerate").click()
