@@ -98,7 +98,7 @@ class KeepaliveResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             if self._on_close is not None:
-                await asyncio.shield(asyncio.ensure_future(self._on_close()))
+                await asyncio.shield(self._on_close())
 
     async def stream_response(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
