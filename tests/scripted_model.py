@@ -6,12 +6,15 @@ token of the answer. Other constraints of the request, such as a grammar, are re
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken
 
@@ -144,6 +147,20 @@ def family_model(
     comment = "".join("{# " + sign + " #}" for sign in signs)
     (folder / "chat_template.jinja").write_text(comment + _TEMPLATE)
     return _small_model(folder, tokenizer.token_to_id(TURN_END), tokenizer.get_vocab_size(True))
+
+
+@contextmanager
+def slowed(model: Model) -> Iterator[None]:
+    """Let a model wait in each step, so that a client can interrupt its answer."""
+    forward = model.decoder.forward
+
+    def slow_forward(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return forward(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.decoder, "forward", slow_forward)
+        yield
 
 
 def model_with_text_of(

@@ -1,4 +1,4 @@
-"""What an alignment leaves of pins, names and kept tokens: the same in place and exactly."""
+"""Pins, names and kept tokens after an alignment: the same in place and exactly."""
 
 import random
 from collections.abc import Mapping

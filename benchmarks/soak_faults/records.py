@@ -11,7 +11,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Content:
-    """What a session holds: its tokens, and the status of each ("pinned", "window", ...)."""
+    """The tokens of a session, and the status of each ("pinned", "window", ...)."""
 
     tokens: Tokens
     status: tuple[str, ...]

@@ -16,7 +16,7 @@ from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.snapshot import Snapshot
-from tests.scripted_model import model_with_text_of
+from tests.scripted_model import model_with_text_of, slowed
 
 Serve = Callable[..., Replica]
 MANY = 10_000  # tokens: an answer that does not end by itself
@@ -29,14 +29,7 @@ with_or_without_key = pytest.mark.parametrize("headers", [{}, KEY], ids=["no key
 def slow_model(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """Return a small model that waits in each step, so that an answer can be interrupted."""
     model = model_with_text_of(tmp_path_factory.mktemp("model"), smollm2.text.folder)
-    forward = model.decoder.forward
-
-    def slow_forward(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return forward(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.decoder, "forward", slow_forward)
+    with slowed(model):
         yield model
 
 

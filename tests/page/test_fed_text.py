@@ -9,7 +9,7 @@ from server.conftest import RunningServer
 def test_a_text_that_was_fed_stays_shown_when_the_chat_goes_on(
     page: Page, server: RunningServer
 ) -> None:
-    """As a part of the chat and of the strip of its own, no larger than it is."""
+    """It has a part of its own in the chat and in the strip, no larger than it is."""
     create(server, "fed")
     turn = {"content": "What is the word?", "max_tokens": 4, "temperature": 0}
     with server.client() as client:

@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.engine import SessionRecord
 from kvkeep.model import Model
-from tests.scripted_model import model_with_text_of
+from tests.scripted_model import model_with_text_of, slowed
 from tests.server.conftest import RunningServer, running_server
 
 NUM_WORDS = 1500
@@ -30,16 +30,8 @@ def slow_server(
 ) -> Iterator[RunningServer]:
     """Run a server over a small model that waits in each step, so a client can hang up."""
     model = model_with_text_of(tmp_path_factory.mktemp("model"), smollm2.text.folder)
-    forward = model.decoder.forward
-
-    def slow_forward(*arguments: Any) -> Any:
-        time.sleep(0.05)
-        return forward(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.decoder, "forward", slow_forward)
-        with running_server(model, tmp_path_factory.mktemp("server")) as running:
-            yield running
+    with slowed(model), running_server(model, tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 def body(path: str, first_word: str, **fields: Any) -> dict[str, Any]:
