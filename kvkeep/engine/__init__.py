@@ -22,7 +22,7 @@ from kvkeep.engine.request import (
 from kvkeep.engine.reuse import ReuseReport, Seam, TextDifference
 from kvkeep.engine.scheduler import Limits
 from kvkeep.engine.session_operations import SessionOperations
-from kvkeep.engine.usage import Reuse, Usage
+from kvkeep.engine.usage import LastAnswer, Reuse, Usage
 
 __all__ = [
     "Engine",
@@ -32,6 +32,7 @@ __all__ = [
     "Generation",
     "GenerationEvent",
     "GenerationRequest",
+    "LastAnswer",
     "Limits",
     "Operation",
     "PinRequest",

@@ -16,7 +16,7 @@ from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import ReuseReport
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.usage import Reuse
+from kvkeep.engine.usage import LastAnswer, Reuse
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
@@ -281,7 +281,8 @@ class Admission:
         record.activity = "idle"
         record.reserved_bytes = 0
         if generation.generated:
-            record.last_answer, record.last_answer_end = usage, generation.end_reason
+            length = len(record.live.tokens)
+            record.last_answer = LastAnswer(usage, generation.end_reason, length)
         if usage.prompt:
             record.last_prompt = usage.reuse.as_json(usage.prompt)
         if not record.named and record.live.cache.cells == 0:

@@ -12,7 +12,7 @@ from kvkeep.cache.checkpoint import MAX_ANSWER_ENDS, max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
-from kvkeep.engine.usage import Usage
+from kvkeep.engine.usage import LastAnswer
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
@@ -78,8 +78,7 @@ class SessionRecord:
     removed: bool = False  # deleted
     activity: Activity = "idle"
     last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
-    last_answer: Usage | None = None  # of the last generation with tokens
-    last_answer_end: str = ""  # why that one ended: an `EndReason`, or "failed"
+    last_answer: LastAnswer | None = None
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
@@ -211,7 +210,8 @@ class SessionRecord:
     def lower_token_counts(self, length_before: int) -> None:
         """Lower `step_aligned_tokens` and `sampled_length` if tokens were removed.
 
-        The logits of the new last token were computed by evaluating that token alone.
+        The logits of the new last token were computed by evaluating that token alone. The last
+        answer is dropped if tokens up to its end are missing.
         """
         length = len(self.live.tokens)
         if length >= length_before:
@@ -220,6 +220,8 @@ class SessionRecord:
             self.step_aligned_tokens = self.end_of_last_step(max(0, length - 1))
         if length <= self.sampled_length:
             self.sampled_length = self.droppable_tokens = 0
+        if self.last_answer is not None and length < self.last_answer.length:
+            self.last_answer = None
 
     def note_answer(self, ids: Sequence[int], num_withheld: int) -> None:
         """Note that the last tokens are an answer, whose end the next prompt may lack.

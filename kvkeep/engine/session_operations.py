@@ -222,8 +222,7 @@ class SessionOperations:
         fork.has_other_steps = source.has_other_steps
         fork.sampled_length = source.sampled_length
         fork.droppable_tokens = source.droppable_tokens
-        fork.last_answer = source.last_answer if at in (None, num_tokens) else None
-        fork.last_answer_end = source.last_answer_end
+        fork.last_answer = source.last_answer
         fork.lower_token_counts(num_tokens)
         self._operation_log.add(fork, "fork")
         return fork

@@ -80,3 +80,12 @@ class Usage:
         """Deprecated: use `generated`."""
         warnings.warn("use Usage.generated, not Usage.written", DeprecationWarning, stacklevel=2)
         return self.generated
+
+
+@dataclass(frozen=True)
+class LastAnswer:
+    """A session's newest generation that has tokens, while they are all in the session."""
+
+    usage: Usage
+    ended: str  # why: an `EndReason`, or "failed"
+    length: int  # tokens of the session at its end

@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { canGoBackTo, canRemove } = await import(`${FILES}/turns.js`);
-const { answerText, branchText, canPin, canRecompute, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, replaceText, sizeText } = await import(`${FILES}/memory_text.js`);
+const { answerText, branchText, canPin, canRecompute, cellsToPin, changedText, compressedText, compressText, fullText, stoppedText, removeText, heldText, instead, irreplaceableText, noWayBackText, pinText, recomputeText, replacedText, replaceText, sizeText, unpinText } = await import(`${FILES}/memory_text.js`);
 const { legendTexts } = await import(`${FILES}/turn_strip.js`);
 const { boundText, missOf } = await import(`${FILES}/miss_text.js`);
 
@@ -137,13 +137,24 @@ test("what a session cannot go back over is named", () => {
 });
 
 test("what memory forgot and why a message was refused is said with the numbers", () => {
-  const full = memory({ policy: "full", cells: 120, max_kv_size: 128 });
-  assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or send a shorter message or begin a chat with another policy/);
-  assert.match(fullText({ ...full, policy: "self_extend" }, true), /evicts nothing\. Send a shorter message/);
+  const full = memory({ policy: "full", cells: 120, max_kv_size: 128, highest_ratio: 4 });
+  assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or begin a chat with another policy/);
+  assert.match(fullText({ ...full, policy: "self_extend" }, true), /evicts nothing\. Begin a chat/);
+  assert.match(fullText({ ...full, cells: 100, highest_ratio: null }, true), /evicts nothing\. Send a shorter message or begin a chat/);
+  assert.match(fullText({ ...full, cells: 0, max_kv_size: 32 }, true), /^The message does not fit: memory has 32 cells, .* larger budget or another policy in Settings\.$/);
   assert.match(fullText(full, false), /so nothing was generated\. Compress the whole memory \(in the memory panel\) or begin a chat/);
   assert.match(stoppedText(210, 57, false), /^Stopped\. 210 tokens of the message were read and stay as a turn\. 57 tokens of older text are forgotten for it\. The rest of the message is in the box\.$/);
   assert.match(stoppedText(30, 0, true), /read and stays: Answer has it answered\.$/);
   assert.match(stoppedText(0, 0, false), /memory is as before/);
+});
+
+test("what an unpinned turn and a replaced one are afterwards is said", () => {
+  assert.match(unpinText(memory({ policy: "full" })), /compressed again/);
+  assert.match(unpinText(memory({ policy: "sliding" })), /forgotten again/);
+  const text = (role, isRecomputed) => replacedText({ role, end: 40 }, 41, isRecomputed);
+  assert.equal(text("question", false), "The message was replaced in memory; its answer stays as it was.");
+  assert.equal(text("question", true), "The message was replaced in memory, and the 1 token after it evaluated again: their text is as before.");
+  assert.equal(text("answer", false), "The answer was replaced in memory.");
 });
 
 test("a session's last prompt is found among the misses, which name the nearest session", () => {

@@ -56,7 +56,7 @@ test("the text after the turns is a turn too: one in progress, or a text that wa
   assert.equal(turnsOf(memory({ tokens: 3, spans }), texts.slice(0, 3)).length, 1);
   const late = { "turn 1": span(2, 4), "turn 1 answer": span(3, 4) };
   const around = turnsOf(memory({ tokens: 5, spans: late }), ["Fed ", "text", "Q", "A", "more"]);
-  assert.deepEqual(around.map(({ label, start, end }) => [label, start, end]), [["text", 0, 2], ["turn 1", 2, 4], ["text (4)", 4, 5]]);
+  assert.deepEqual(around.map(({ label, start, end }) => [label, start, end]), [["text", 0, 2], ["turn 1", 2, 4], ["text 2", 4, 5]]);
 });
 
 test("another text is one turn, and no text is none", () => {

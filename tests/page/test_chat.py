@@ -159,6 +159,26 @@ def test_an_answer_is_continued(page: Page, client: httpx.Client) -> None:
     assert len(after) > len(before)
 
 
+def test_an_ended_answer_that_is_continued_loses_its_end_token(
+    page: Page, client: httpx.Client
+) -> None:
+    client.post("/v1/sessions", json={"name": "ended"}).raise_for_status()
+    turn = {"content": "Say hello.", "system": "Be brief.", "max_tokens": 60, "temperature": 0}
+    client.post("/v1/sessions/ended/turns", json=turn).raise_for_status()
+    assert client.get("/v1/sessions/ended/memory").json()["last_answer"]["ended"] == "eos"
+    page.goto("/#/chat/ended")
+    settings(page, temperature="0", max_tokens="6", repeat_penalty="2")
+    answer = turns(page).locator(".answer .content")
+    shown = answer.inner_text()
+    page.get_by_role("button", name="Continue").click()
+    expect(answer).not_to_have_text(shown)
+    wait_until_idle(page)
+    expect(answer).not_to_contain_text("<|im_end|>")
+    text = answer.inner_text()
+    page.reload()
+    expect(answer).to_have_text(text)
+
+
 def test_an_earlier_message_is_asked_otherwise_in_a_branch(
     page: Page, client: httpx.Client
 ) -> None:
@@ -401,7 +421,9 @@ def test_a_turn_is_pinned_forgotten_and_replaced_with_undo(
     expect(panel).to_contain_text("Takes")
     focus_by_tab(page, "button:text-is('Pin message')")
     page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_have_text("The message of turn 1 is pinned.")
+    expect(page.locator("#status")).to_have_text(
+        "The message of turn 1 is pinned. Unpin takes it back at any time."
+    )
     wait_until_idle(page)
     assert "pinned" in standings(client, name)
     focus_by_tab(page, "button:text-is('Replace answer')")
@@ -463,6 +485,35 @@ def test_a_conversation_has_its_own_policy_and_budget(page: Page, client: httpx.
     expect(page.locator("dialog [name=policy]")).to_have_count(0)
 
 
+def test_a_message_that_does_not_fit_a_new_conversation_begins_none(
+    page: Page, client: httpx.Client
+) -> None:
+    page.goto("/#/")
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    page.locator("dialog [name=policy]").select_option("full")
+    page.locator("dialog [name=max_kv_size]").fill("32")
+    page.locator("dialog [name=max_tokens]").fill("4")
+    page.locator("dialog button.main").click()
+    before = client.get("/v1/sessions").json()["data"]
+    message = "What is the capital of France? " * 8
+    box(page).fill(message)
+    box(page).press("Enter")
+    text = "The message does not fit: memory has 32 cells, and policy full evicts nothing."
+    expect(page.locator("#status")).to_contain_text(text)
+    expect(page).to_have_url(re.compile("/#/$"))
+    expect(page.locator(".welcome")).to_contain_text("Write below")
+    expect(box(page)).to_have_value(message)
+    expect(box(page)).to_be_focused()
+    assert client.get("/v1/sessions").json()["data"] == before
+    page.get_by_role("button", name="Settings").click()
+    expect(page.locator("dialog [name=max_kv_size]")).to_have_value("32")
+    page.locator("dialog [name=max_kv_size]").fill("600")
+    page.locator("dialog button.main").click()
+    box(page).press("Enter")
+    expect(turns(page)).to_have_count(1)
+
+
 def test_a_branch_stays_one_after_an_undo(page: Page, client: httpx.Client) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     name = start(page, "Name a lake in Peru.", tokens=4)
@@ -500,7 +551,9 @@ def test_what_a_window_forgot_is_marked_and_asked_anew(page: Page, client: httpx
     expect(panel.get_by_role("button", name="Replace message")).to_have_count(0)
     expect(panel).to_contain_text("The message cannot be replaced, as not all of it is in memory.")
     panel.get_by_role("button", name="Pin message").click()
-    expect(page.locator("#status")).to_have_text("The message of turn 1 is pinned.")
+    expect(page.locator("#status")).to_have_text(
+        "The message of turn 1 is pinned. Unpin takes it back at any time."
+    )
     wait_until_idle(page)
     assert "pinned" in standings(client, name)
     panel.get_by_role("button", name="Remove", exact=True).click()

@@ -40,7 +40,7 @@ def test_each_change_is_undone_in_the_inspector(page: Page, server: RunningServe
     page.goto("/#/sessions/undoable")
     before = text_of(server, "undoable")
     for button, operation, fields in (
-        ("Delete text", "delete", {}),
+        ("Remove text", "delete", {}),
         ("Replace", "edit", {"text": "Hi"}),
         ("Insert before", "insert", {"text": "Hi"}),
         ("Rewind to token", "rewind", {}),
@@ -80,10 +80,10 @@ def test_ctrl_z_undoes_in_the_inspector(page: Page, server: RunningServer) -> No
     create(server, "by-key", turns=2)
     before = text_of(server, "by-key")
     page.goto("/#/sessions/by-key")
-    change(page, "Delete text")
-    expect(undo_button(page)).to_have_text("Undo delete")
+    change(page, "Remove text")
+    expect(undo_button(page)).to_have_text("Undo remove")
     page.locator(".text").press("Control+z")
-    expect(page.locator("#status")).to_have_text("Undone: delete.")
+    expect(page.locator("#status")).to_have_text("Undone: remove.")
     assert text_of(server, "by-key") == before
 
 
@@ -114,7 +114,7 @@ def test_a_change_that_is_refused_leaves_nothing_to_undo(page: Page, server: Run
     create(server, "refused", turns=2)
     page.goto("/#/sessions/refused")
     page.route("**/refused/edit", lambda route: route.fulfill(status=400, json={"error": {}}))
-    change(page, "Delete text")
+    change(page, "Remove text")
     expect(page.locator("#status")).to_have_class("error")
     expect(undo_button(page)).to_have_count(0)
     assert names(server, "_undo.refused") == []
@@ -125,8 +125,8 @@ def test_a_session_that_is_deleted_in_the_inspector_leaves_no_copies(
 ) -> None:
     create(server, "copied", turns=2)
     page.goto("/#/sessions/copied")
-    change(page, "Delete text")
-    expect(undo_button(page)).to_have_text("Undo delete")
+    change(page, "Remove text")
+    expect(undo_button(page)).to_have_text("Undo remove")
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.locator("dialog")).to_contain_text("cannot be undone")
     page.locator("dialog button.main").click()

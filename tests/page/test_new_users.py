@@ -55,7 +55,9 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
         page.locator(".turn-bars button").last.click()
         page.locator(".turn-card").get_by_role("button", name="Pin message").click()
         status = page.locator("#status")
-        expect(status).to_have_text("The message of turn 1 is pinned.")
+        expect(status).to_have_text(
+            "The message of turn 1 is pinned. Unpin takes it back at any time."
+        )
         assert status.evaluate(_IS_ON_TOP)
         assert page.locator(".composer textarea").evaluate(_IS_ON_TOP)
         assert page.locator(".turn-card button").first.evaluate(_IS_ON_TOP)

@@ -54,7 +54,7 @@ def expect_no_selection(page: Page) -> None:
     expect_selection(page, 0, 0)
     for button in (
         "Pin",
-        "Delete text",
+        "Remove text",
         "Replace",
         "Insert before",
         "Branch here",
@@ -85,8 +85,8 @@ def test_a_selected_span_is_followed_through_edits(page: Page, client: httpx.Cli
     expect_selection(page, now["start"], now["end"])
     press(page, "Pin")
     expect_status(page, f"Pinned tokens {now['start']} to {now['end']}")
-    press(page, "Delete text")
-    expect_status(page, "Deleted tokens")
+    press(page, "Remove text")
+    expect_status(page, "Removed tokens")
     expect_no_selection(page)
     assert token_ids(client, name) == ids[: question["start"]] + ids[question["end"] :]
 
@@ -99,12 +99,12 @@ def test_a_selection_by_numbers_is_cleared_once_they_mean_other_tokens(
     for button, fields in (
         ("Replace", {"text": " x"}),
         ("Insert before", {"text": " y"}),
-        ("Delete text", {}),
+        ("Remove text", {}),
     ):
         total = memory(client, name)["tokens"]
         select(page, total - 20, total - 10)
         press(page, button, **fields)
-        expect_status(page, re.compile("tokens evaluated|Deleted"))
+        expect_status(page, re.compile("tokens evaluated|Removed"))
         expect_no_selection(page)
 
 
@@ -142,7 +142,7 @@ def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx
     other = page.context.new_page()
     show(other, name)
     select(other, 0, 2)
-    press(other, "Delete text")
+    press(other, "Remove text")
     expect_status(page, "the selection was cleared")
     expect_no_selection(page)
     page.get_by_label("or span").select_option("turn 2 question")
@@ -150,8 +150,8 @@ def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx
     expect_selection(page, before["start"], before["end"])
     drop_first_tokens(page, client, name, 1)
     expect_selection(page, before["start"] - 1, before["end"] - 1)
-    press(page, "Delete text")
-    expect_status(page, "Deleted tokens")
+    press(page, "Remove text")
+    expect_status(page, "Removed tokens")
     assert memory(client, name)["tokens"] == total - 3 - (before["end"] - before["start"])
 
 
@@ -229,7 +229,7 @@ def test_an_edit_while_an_answer_is_generated_is_refused(
         lines = response.iter_lines()  # closing it disconnects
         next(lines)
         before = memory(client, name)["tokens"]
-        press(page, "Delete text")
+        press(page, "Remove text")
         expect_status(page, "is being generated")
     while client.get(f"/v1/sessions/{name}").json()["busy"]:
         pass
@@ -254,8 +254,8 @@ def test_outdated_text_cannot_be_selected(page: Page, client: httpx.Client) -> N
     page.unroute("**/text?*")
     expect(page.locator(f'.text [data-at="{total - 1}"]')).to_have_count(0)
     select(page, total - 12, total - 8)
-    press(page, "Delete text")
-    expect_status(page, "Deleted tokens")
+    press(page, "Remove text")
+    expect_status(page, "Removed tokens")
     assert memory(client, name)["tokens"] == total - 7
 
 

@@ -106,8 +106,8 @@ def test_selected_text_is_pinned_named_and_edited(page: Page, client: httpx.Clie
     assert "".join(item["text"] for item in pieces).startswith(" something else")
     total = memory(client, name)["tokens"]
     select(page, total - 8, total - 4)
-    press(page, "Delete text")
-    expect_status(page, "Deleted tokens")
+    press(page, "Remove text")
+    expect_status(page, "Removed tokens")
     assert memory(client, name)["tokens"] == total - 4
     page.get_by_label("or span").select_option("a part")
     expect(page.get_by_label("From token")).to_have_value(str(last - 60))
@@ -246,7 +246,7 @@ def test_a_change_for_an_outdated_revision_is_refused(page: Page, client: httpx.
     page.route("**/memory", lambda route: route.abort())  # the page keeps showing the old revision
     client.post(f"/v1/sessions/{name}/rewind", json={"count": 1})
     expect_status(page, "does not answer")  # the page has seen the change, and could not show it
-    page.get_by_role("button", name="Delete text").click()
+    page.get_by_role("button", name="Remove text").click()
     expect_status(page, "has changed since")
     assert memory(client, name)["tokens"] == last - 1
     page.unroute("**/memory")

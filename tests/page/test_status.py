@@ -44,7 +44,9 @@ def test_a_message_covers_no_answer_and_goes_by_itself(page: Page, client: httpx
     page.locator(".turn-bars button").last.click()
     expect(page.locator("#status")).to_be_empty()
     page.get_by_role("button", name="Pin message").click()
-    expect(page.locator("#status")).to_have_text("The message of turn 2 is pinned.")
+    expect(page.locator("#status")).to_have_text(
+        "The message of turn 2 is pinned. Unpin takes it back at any time."
+    )
     wait_until(page, _IN_BETWEEN)
     wait_until(page, _IS_AT_THE_END)
     page.clock.fast_forward(11_000)

@@ -134,6 +134,22 @@ def test_a_change_is_undone_by_a_key_outside_the_message_box(
     expect(undo).to_have_count(0)
 
 
+def test_changes_are_undone_one_after_another_by_the_key(page: Page, client: httpx.Client) -> None:
+    open_chat(page, client, "undone-twice")
+    before = text_of(client, "undone-twice")
+    for turns in (2, 1):
+        card_button(page, "Remove").click()
+        expect(page.locator(".chat:not(.busy) .question")).to_have_count(turns)
+        if turns > 1:
+            page.locator(".turn-bars button[data-turn='turn 1']").click()
+    page.locator(".log").focus()
+    for turns in (2, 3):
+        page.keyboard.press("Control+z")
+        expect(page.locator(".chat:not(.busy) .question")).to_have_count(turns)
+    assert text_of(client, "undone-twice") == before
+    expect(page.locator("#words")).to_be_focused()
+
+
 def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) -> None:
     open_chat(page, client, "small", max_kv_size=64)
     memory = client.get("/v1/sessions/small/memory").json()

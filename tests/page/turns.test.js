@@ -21,6 +21,14 @@ test("a text that was fed between turns is a turn, without the end that the temp
   assert.equal(blank.length, 2);
 });
 
+test("texts that were fed at several places are numbered, as messages are", () => {
+  const spans = { "turn 1": span(1, 3), "turn 1 question": span(1, 2), "turn 1 answer": span(2, 3), "turn 2": span(4, 5) };
+  const labels = (...texts) => turnsOf(memory({ tokens: texts.length, spans }), texts).map(({ label }) => label);
+  assert.deepEqual(labels("Fed ", "Q", "A", "more", "B", "again"), ["text", "turn 1", "text 2", "turn 2", "text 3"]);
+  const said = ["<|im_start|>user\nHi", "Q", "A", "<|im_start|>user\nYou", "B", "<|im_start|>user\nI"];
+  assert.deepEqual(labels(...said), ["message 1", "turn 1", "message 2", "turn 2", "message 3"]);
+});
+
 test("the first turn is one while it is answered, too", () => {
   const texts = ["<|im_start|>system\n", "Be terse.", "<|im_end|>\n", "<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n", "Hello"];
   const busy = (given) => turnsOf({ ...memory({ tokens: given.length }), busy: true }, given).map(({ label, parts }) => [label, parts.map(({ role }) => role)]);

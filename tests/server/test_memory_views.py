@@ -58,6 +58,8 @@ def test_a_session_shows_what_its_last_answer_took(client: httpx.Client) -> None
     forks = [client.get(f"/v1/sessions/{name}/memory").json() for name in "fg"]
     assert (forks[0]["last_answer"]["generated"], forks[0]["last_answer"]["ended"]) == (4, "length")
     assert forks[1]["last_answer"] is None
+    client.post("/v1/sessions/f/rewind", json={"count": 1}).raise_for_status()
+    assert client.get("/v1/sessions/f/memory").json()["last_answer"] is None  # it lacks its end
 
 
 def test_why_a_prompt_was_not_reused_names_the_missing_checkpoint(client: httpx.Client) -> None:

@@ -15,7 +15,7 @@ from kvkeep.cache.ragged import RaggedCells
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.engine import Engine, Operation, ReuseReport, SessionRecord, Usage
+from kvkeep.engine import Engine, LastAnswer, Operation, ReuseReport, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import AlignmentFields
@@ -137,22 +137,23 @@ def _memory_view(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         "removable": use.removable,
         "highest_ratio": use.highest_ratio,
         "last_prompt": record.last_prompt,
-        "last_answer": _answer_entry(record.last_answer, record.last_answer_end),
+        "last_answer": _answer_entry(record.last_answer),
         "runs": runs,
         "spans": spans,
     }
 
 
-def _answer_entry(usage: Usage | None, ended: str) -> dict[str, Any] | None:
+def _answer_entry(answer: LastAnswer | None) -> dict[str, Any] | None:
     """Return an answer's counts, speed and end as JSON. `held`: cells of the session before it."""
-    if usage is None:
+    if answer is None:
         return None
+    usage = answer.usage
     return {
         "held": usage.held,
         "read": usage.evaluated,
         "generated": usage.generated,
         "per_second": usage.generated / usage.decode_seconds if usage.decode_seconds else 0.0,
-        "ended": ended,
+        "ended": answer.ended,
     }
 
 

@@ -95,13 +95,13 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   const rangeText = () => `tokens ${selection.start} to ${selection.end}`;
   const after = () => countAfter(memory(), selection);
   const rewind = (/** @type {Change} */ change) => change.post("rewind", { count: after() }, `Rewound to token ${selection.end}: ${tokensText(after())} removed.`, { undo: "rewind" });
-  const deleteText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Deleted ${rangeText()}.`, { undo: "delete", renumbers: true });
+  const removeText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Removed ${rangeText()}.`, { undo: "delete", renumbers: true });
   /** @type {[string, (change: Change) => Promise<any>][]} */
   const operations = [
     ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`, { undo: "pin" })],
     ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`, { undo: "unpin" })],
     ["Name", (change) => nameSpan(change, range(), selectSpan)],
-    ["Delete text", deleteText],
+    ["Remove text", removeText],
     ["Replace", (change) => replace(change, range(), textOf)],
     ["Insert before", (change) => insert(change, selection.start)],
     ["Branch here", (change) => fork(change, selection.end)],
@@ -163,7 +163,7 @@ async function nameSpan(change, range, selectSpan) {
   if (named) selectSpan(values.name);
 }
 
-const RECOMPUTE = { name: "recompute", label: "Re-evaluate the following tokens (exact)", kind: "checkbox" };
+const RECOMPUTE = { name: "recompute", label: "Evaluate the tokens after it again (slower, exact)", kind: "checkbox" };
 
 /** @param {Change} change @param {TokenRange} range @param {(start: number, end: number) => Promise<string>} textOf */
 async function replace(change, range, textOf) {

@@ -6,6 +6,7 @@ import { ChatAnswers } from "./chat_answers.js";
 import { ChatChanges } from "./chat_changes.js";
 import { goneParagraph, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
 import { ChatFrame } from "./chat_frame.js";
+import { handlersOf, onKey } from "./chat_handlers.js";
 import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
 import { titleOf } from "./chat_settings.js";
 import { originOf } from "./conversations.js";
@@ -15,7 +16,7 @@ import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
 import { noteElement, withOpenNote } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
-import { undoElement } from "./undo_button.js";
+import { focusUndo, undoElement } from "./undo_button.js";
 import { turnButtons } from "./turn_buttons.js";
 import { turnsOf } from "./turns.js";
 import { offeredStep, stepsAmong } from "./undo.js";
@@ -59,17 +60,8 @@ export class ChatView {
     this.newSampling = {};
     this.changes = new ChatChanges(this);
     this.answers = new ChatAnswers(this);
-    this.frame = new ChatFrame(container, edits, {
-      say: (text) => this.answers.say(text),
-      stop: () => this.answers.stop(),
-      room: () => this.room,
-      settings: () => this.exclusively(() => this.changes.changeSettings()),
-      memory: {
-        change: (...change) => this.changes.changeMemory(...change),
-        now: (part) => this.changes.now(part),
-        branch: (at) => this.exclusively(() => this.changes.branch(at)),
-      },
-    });
+    this.container = container;
+    this.frame = new ChatFrame(container, edits, handlersOf(this));
     this.listen();
   }
 
@@ -77,7 +69,7 @@ export class ChatView {
     const { signal } = this;
     for (const leave of [() => this.answers.leave(), () => this.keepView(), () => this.keepDraft()]) signal.addEventListener("abort", leave);
     for (const leaving of ["beforeunload", "pagehide"]) window.addEventListener(leaving, (event) => this.storeDrafts(event), { signal });
-    document.addEventListener("keydown", (event) => this.onKey(event), { signal });
+    document.addEventListener("keydown", (event) => onKey(this, event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
       const isOwn = !operation || operation.session === this.name;
@@ -116,20 +108,9 @@ export class ChatView {
 
   // The memory that the next message has: for a new conversation, that of the settings.
   get room() {
+    if (this.frame.isGone) return { policy: "", max_kv_size: null, cells: 0 };
     const { policy = this.settings.policy || "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
     return this.memory || { policy, max_kv_size, cells: 0 };
-  }
-
-  /** @param {KeyboardEvent} event */
-  onKey(event) {
-    const typing = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
-    if (event.key === "Escape" && document.querySelector("dialog[open]")) return; // it closes the dialog
-    if (event.key === "Escape" && this.answers.running) this.answers.stop();
-    else if (event.key === "Escape" && this.frame.isPanelOpen) this.frame.togglePanel(false);
-    if (event.key === "/" && !typing && this.edits) {
-      event.preventDefault();
-      this.frame.box.focus();
-    }
   }
 
   // Follows a generation: this page's own by its memory alone, as its text is streamed.
@@ -162,7 +143,8 @@ export class ChatView {
       return this.drawBusy();
     }
     const isAppended = memory.revision === this.answers.appendedRevision;
-    const first = before && isAppended ? Math.min(before.tokens, memory.tokens) : 0;
+    const newest = this.turns.at(-1)?.start || 0; // an answer that goes on loses its end token
+    const first = before && isAppended ? Math.min(newest, memory.tokens) : 0;
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
     [this.memory, this.isOutdated, this.isDeleted] = [memory, false, false];
@@ -187,6 +169,7 @@ export class ChatView {
   drawGone() {
     if (!this.frame.isGone) this.frame.showGone(this.memory ? titleOf(this.memory) : `${this.name}`, goneParagraph(this.isDeleted, this.frame.box));
     this.memory = null;
+    this.frame.box.measure();
   }
 
   draw() {
@@ -216,7 +199,7 @@ export class ChatView {
     this.shownHeader = shown;
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
     const branch = edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => this.changes.undo(step))) : null);
+    fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => this.changes.undo(step), { focus: () => focusUndo(this.frame.box) })) : null);
     this.frame.setOrigin(origin);
   }
 
@@ -252,6 +235,18 @@ export class ChatView {
     if (!isSame && this.memory) showStatus(CHANGED, true);
     if (this.frame.isGone) showStatus(NOTHING_DONE, true);
     return isSame && this.memory !== null && !this.isOutdated;
+  }
+
+  // Shows the beginning of a new conversation in place of one that did not begin, with what was written and chosen for it.
+  beginAnew() {
+    const { draft } = this.frame.box;
+    [this.name, this.memory, this.texts, this.turns, this.shownHeader] = [null, null, [], [], ""];
+    history.replaceState(null, "", "#/");
+    this.frame = new ChatFrame(this.container, this.edits, handlersOf(this));
+    this.drawWelcome();
+    this.drawBusy();
+    this.frame.box.draft = draft;
+    this.frame.box.focus();
   }
 
   /** @param {boolean} busy */

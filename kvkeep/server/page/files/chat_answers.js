@@ -3,7 +3,7 @@
 import { changeError, changeHeaders } from "./session_change.js";
 import { ApiError, get, messageOf, send, streamEvents } from "./api.js";
 import { NOTHING_DONE } from "./chat_empty.js";
-import { keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
+import { drop, keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, showStatus } from "./dom.js";
 import { openTurn, systemElement } from "./message.js";
@@ -60,13 +60,25 @@ export class ChatAnswers {
 
   /** @param {string} content */
   async begin(content) {
+    const isNew = this.chat.name === null;
     try {
-      if (this.chat.name === null) await this.create(content);
+      if (isNew) await this.create(content);
     } catch (error) {
       this.giveBack(content);
       return showStatus(messageOf(error), true);
     }
-    await this.takeTurn(content);
+    const isRefused = await this.takeTurn(content);
+    if (isNew && isRefused) await this.dropEmpty().catch(() => {}); // it stays in the list, empty
+  }
+
+  // Deletes the conversation that was created for a message that was refused. Raises ApiError.
+  async dropEmpty() {
+    const { memory } = this.chat;
+    if (!memory || memory.tokens) return;
+    await send("DELETE", this.chat.path, null, { headers: changeHeaders(memory.revision) });
+    drop(memory.name);
+    this.chat.beginAnew();
+    conversationsChanged();
   }
 
   /** Puts a message back into the box that is not in the conversation. @param {string} content */
@@ -90,11 +102,12 @@ export class ChatAnswers {
     conversationsChanged();
   }
 
+  // Returns whether the message was refused before anything was read.
   /** @param {string} content */
   async takeTurn(content) {
     const { chat } = this;
     const { memory } = chat;
-    if (!memory) return;
+    if (!memory) return false;
     const turn = openTurn(content, { number: nextNumber(memory.spans) });
     const isFirst = !chat.frame.log.querySelector(".turn"); // one that is not confirmed stays
     if (isFirst) fill(chat.frame.log);
@@ -103,19 +116,21 @@ export class ChatAnswers {
     chat.frame.log.append(turn.element);
     chat.frame.goToEnd();
     const body = { content, stream: true, max_tokens: longestAnswer(memory), ...system, ...keptOf(memory.name).sampling };
-    await this.stream(body, turn);
+    return this.stream(body, turn);
   }
 
   // Goes on with the newest answer where it ended, or begins it if there is none.
   async continueAnswer() {
     const memory = /** @type {Memory} */ (this.chat.memory);
     const { sampling } = keptOf(memory.name);
-    const turn = openTurn(null, { bar: this.chat.frame.lastAnswerBar() });
+    const bar = this.chat.frame.lastAnswerBar();
+    bar?.querySelector(".note")?.remove(); // that it is not complete
+    const turn = openTurn(null, { bar });
     this.chat.frame.log.append(turn.element);
     await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn);
   }
 
-  // Streams an answer into a turn that is shown. Its message is put back into the box if it does not stay in memory.
+  // Streams an answer into a turn that is shown. Its message is put back into the box if it does not stay in memory. Returns whether it was refused before anything was read.
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn */
   async stream(body, turn) {
     const { chat } = this;
@@ -130,19 +145,23 @@ export class ChatAnswers {
     if (turn.isEmpty && signal.aborted) turn.note("Stopping...");
     this.running = null;
     chat.drawBusy();
-    if (chat.signal.aborted) return mayBeLost && !this.isBegun && this.giveBack(body.content);
+    const isRefused = failure instanceof ApiError && failure.status > 0;
+    if (chat.signal.aborted) {
+      if (mayBeLost && !this.isBegun) this.giveBack(body.content);
+      return isRefused;
+    }
     await this.settle(signal.aborted ? "stopped" : this.cutOff, memory);
-    this.drawEnd(turn, failure, Boolean(mayBeLost));
+    this.drawEnd(turn, isRefused, Boolean(mayBeLost));
     if (mayBeLost && !(this.isBegun && chat.memory?.busy)) this.checkMessage(body.content, memory, signal.aborted);
     this.sayWhy(failure, turn.isEmpty);
     if (chat.memory) await dropObsolete(chat.memory.name, chat.memory.tokens).catch(() => {}); // what is left is dropped later
     conversationsChanged();
+    return isRefused;
   }
 
   // Draws the turn from what was loaded after it; or marks it, if that could not be loaded.
-  /** @param {ReturnType<typeof openTurn>} turn @param {unknown} failure @param {boolean} isInBox whether the message is put back */
-  drawEnd(turn, failure, isInBox) {
-    const isRefused = failure instanceof ApiError && failure.status > 0; // before anything was read
+  /** @param {ReturnType<typeof openTurn>} turn @param {boolean} isRefused before anything was read @param {boolean} isInBox whether the message is put back */
+  drawEnd(turn, isRefused, isInBox) {
     if (this.chat.failedToLoad && !isRefused) turn.unconfirm(isInBox);
     else if (this.chat.memory) this.chat.draw();
   }
@@ -164,7 +183,7 @@ export class ChatAnswers {
     const { memory, frame } = this.chat;
     const isRefused = failure instanceof ApiError && failure.code === "context_length_exceeded";
     const isFull = isRefused || (!failure && isEmpty && this.cutOff === "full");
-    if (isFull && memory?.policy === "full") frame.panel.openCompress();
+    if (isFull && memory?.policy === "full" && memory.tokens) frame.panel.openCompress();
     if (isFull && memory) showStatus(fullText(memory, isRefused), true);
     else if (failure) showStatus(frame.isGone ? NOTHING_DONE : changeError(failure), true);
   }

@@ -171,7 +171,7 @@ const SIGNS = { Rename: "✎", Delete: "×" };
 function item(entry, depth, edits, reload) {
   const { name } = entry;
   const title = titleOf(entry);
-  const state = [entry.date, entry.busy ? "working" : ""].filter(Boolean).map((text) => h("small", {}, ` ${text}`));
+  const state = [entry.date ? h("small", {}, ` ${entry.date}`) : null, entry.busy ? h("small", { class: "working" }, " working") : null];
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
   const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, titleParts(title), state);
   const rename = async () => {

@@ -2,7 +2,7 @@
 
 import { get, messageOf, NOT_LOADED } from "./api.js";
 import { bytes, fill, h, jsonLink, promptDialog, showStatus, statusText } from "./dom.js";
-import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replaceText, RESERVED_HINT, sizeText } from "./memory_text.js";
+import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replacedText, replaceText, RESERVED_HINT, sizeText, unpinText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, reuseText } from "./reuse.js";
 import { legend } from "./turn_strip.js";
@@ -147,13 +147,13 @@ function pinAction(memory, turn, { name, start, end }, actions) {
   const label = (/** @type {string} */ verb) => (name ? `${verb} ${nameOf(name)}` : verb);
   if (rangesOf(memory, start, end, (standing) => standing === "pinned").length) {
     const unpin = () => actions.change("unpin", "unpin", [{ start, end }], `${subject} is no longer pinned.`);
-    return action(label("Unpin"), "It may be forgotten again.", unpin);
+    return action(label("Unpin"), unpinText(memory), unpin);
   }
   const ranges = rangesOf(memory, start, end, isPinnable);
   if (!ranges.length) return sharesOf(memory, start, end).some(({ standing }) => standing === "compressed") ? h("p", { class: "hint" }, `${label("Pin")}: not possible, as it is compressed.`) : null;
   const text = pinText(memory, { start, end });
   if (!canPin(memory, cellsToPin(memory, { start, end }))) return h("p", { class: "hint" }, `${label("Pin")}: ${text}`);
-  return action(label("Pin"), text, () => actions.change("pin", "pin", ranges, `${subject} is pinned.`));
+  return action(label("Pin"), text, () => actions.change("pin", "pin", ranges, `${subject} is pinned. Unpin takes it back at any time.`));
 }
 
 /** @param {string} label @param {string} cost @param {() => void} run */
@@ -171,7 +171,7 @@ async function replace(memory, part, actions, written = part.text, failure = "")
   const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace", failure ? h("p", { class: "failure" }, failure) : null);
   if (!values || values.text === part.text) return;
   const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  const message = part.role === "question" ? "The message was replaced in memory; its answer stays as it was." : "Replaced in memory.";
+  const message = replacedText(part, memory.tokens, body.recompute === "suffix");
   if (await actions.change("replace", "edit", [body], message, memory)) return;
   const now = actions.now(part);
   if (now) await replace(now.memory, now.part, actions, values.text, statusText() || "");

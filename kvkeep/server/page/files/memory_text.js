@@ -120,6 +120,12 @@ export function pinText(memory, { start, end }) {
 }
 
 /**
+ * Returns what unpinning does.
+ * @param {Memory} memory
+ */
+export const unpinText = ({ policy }) => (policy === "full" ? "It may be compressed again, or removed by a compaction." : "It may be forgotten again.");
+
+/**
  * Returns a sentence about tokens that have no cell of their own to pin; "" if there are none.
  * @param {import("./turns.js").Share[]} shares
  */
@@ -144,6 +150,16 @@ export function replaceText(memory, range, isFirst) {
   if (canRecompute(memory, range)) return "Changes what the model remembers, and asks nothing. You choose whether what follows is evaluated again.";
   const stays = range.end < memory.tokens ? ` What follows stays as it was: it cannot be evaluated again, as ${noWayBackText(memory, range.start)}.` : "";
   return `Changes what the model remembers, and asks nothing.${stays}`;
+}
+
+/**
+ * Returns what a replacement did.
+ * @param {{role: string, end: number}} part as it was @param {number} tokens of the session before @param {boolean} isRecomputed
+ */
+export function replacedText({ role, end }, tokens, isRecomputed) {
+  const subject = `The ${nameOf(role)} was replaced in memory`;
+  if (isRecomputed) return `${subject}, and the ${counted(tokens - end, "token")} after it evaluated again: their text is as before.`;
+  return role === "question" ? `${subject}; its answer stays as it was.` : `${subject}.`;
 }
 
 /**
@@ -232,14 +248,19 @@ const SINKS = 4; // tokens that every text needs at its beginning
 // Said once when a memory begins to forget. How much is said beside the chat, where it is counted anew.
 export const NOW_FORGETS = "Memory is full: the oldest text is forgotten from now on. Pin what must stay.";
 
+const SHORTEST_MESSAGE = 16; // tokens, with those of the template
+
 /**
  * Returns why a message was refused that does not fit, or no answer was begun or continued.
  * @param {Memory} memory @param {boolean} isMessage
  */
-export function fullText({ cells, max_kv_size, policy }, isMessage) {
-  const compress = policy === "full" ? ["Compress the whole memory (in the memory panel)"] : [];
-  const ways = [...compress, ...(isMessage ? ["send a shorter message"] : []), "begin a chat with another policy (New chat, then Settings)"].join(" or ");
-  return `Memory is full: ${count(cells)} of ${count(max_kv_size || cells)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
+export function fullText({ cells, max_kv_size, policy, highest_ratio }, isMessage) {
+  const most = max_kv_size || cells;
+  if (isMessage && !cells) return `The message does not fit: memory has ${counted(most, "cell")}, and policy ${policy} evicts nothing. Send a shorter message, or choose a larger budget or another policy in Settings.`;
+  const compress = policy === "full" && highest_ratio ? ["Compress the whole memory (in the memory panel)"] : [];
+  const shorter = isMessage && most - cells >= SHORTEST_MESSAGE ? ["send a shorter message"] : [];
+  const ways = [...compress, ...shorter, "begin a chat with another policy or a larger budget (New chat, then Settings)"].join(" or ");
+  return `Memory is full: ${count(cells)} of ${count(most)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
 }
 
 /**

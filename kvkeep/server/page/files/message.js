@@ -124,6 +124,7 @@ export function openTurn(question, { number, bar } = {}) {
     /** Marks it as one that the server may not have kept. @param {boolean} isInBox whether its message was put back */
     unconfirm(isInBox) {
       element.classList.add("unconfirmed");
+      element.querySelector(".turn-number")?.remove(); // it may get another one
       progress.hidden = false;
       progress.textContent = `Not confirmed: the server does not answer. ${isInBox ? "The message is in the box, too." : "Once it does, what it kept is shown here."}`;
     },

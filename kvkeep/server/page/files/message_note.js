@@ -74,5 +74,5 @@ export function withOpenNote(memory, turns) {
  */
 export function noteElement(memory, part, turn, isNewest) {
   const note = noteOf(memory.name, part) || (isNewest ? openNote(memory, part, turn) : null);
-  return note && h("span", { class: "standing" }, noteText(note, isNewest));
+  return note && h("span", { class: "standing note" }, noteText(note, isNewest));
 }

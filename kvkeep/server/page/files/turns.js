@@ -28,7 +28,19 @@ export function turnsOf(memory, texts) {
     turns.push(...(memory.busy && !turn ? withTurnInProgress(messages, nextNumber(memory.spans)) : messages));
     if (turn) turns.push(turn);
   }
-  return turns.map((turn, at) => (turns.findIndex(({ label }) => label === turn.label) < at ? { ...turn, label: `${turn.label} (${turn.start})` } : turn));
+  return withOwnLabels(turns);
+}
+
+// Numbers texts and messages of the same label, in the text's order.
+/** @param {Turn[]} turns */
+function withOwnLabels(turns) {
+  const taken = new Set();
+  return turns.map((turn) => {
+    let { label } = turn;
+    for (let next = 2; taken.has(label); next += 1) label = `${turn.label.replace(/ \d+$/, "")} ${next}`;
+    taken.add(label);
+    return { ...turn, label };
+  });
 }
 
 /** @param {Record<string, Span>} spans */

@@ -19,6 +19,12 @@ export const sessionOfCopy = (name) => NAME.exec(name)?.[1];
  */
 export const isUndoCopy = (entry, entries) => isUndoName(entry.name) && entries.some(({ name }) => name === entry.parent);
 
+/** @type {Record<string, string>} */
+const WORDS = { delete: "remove", edit: "replace" };
+
+/** Returns the word for a change, as its button says it. @param {string} operation */
+export const wordOf = (operation) => WORDS[operation] || operation;
+
 /** @typedef {{name: string, number: number, operation: string, tokens: number | undefined}} Step  tokens: the session's before the change, if it is in memory. */
 
 /**

@@ -1,6 +1,7 @@
 // The button that undoes the newest change, and its key.
 
 import { h } from "./dom.js";
+import { wordOf } from "./undo.js";
 
 /**
  * Creates the button. On a narrow screen it shows no more than "Undo".
@@ -8,9 +9,13 @@ import { h } from "./dom.js";
  */
 export function undoElement({ operation }, run) {
   import("./undo_change.js").catch(() => {}); // here by the time it is asked for
-  const label = `Undo ${operation}`;
-  return h("button", { class: "undo", onclick: run, "aria-label": label, "aria-keyshortcuts": "Control+Z", title: `${label} (Ctrl+Z, outside the message box)` }, "Undo", h("span", { class: "wide" }, ` ${operation}`));
+  const word = wordOf(operation);
+  const label = `Undo ${word}`;
+  return h("button", { class: "undo", onclick: run, "aria-label": label, "aria-keyshortcuts": "Control+Z", title: `${label} (Ctrl+Z, outside the message box)` }, "Undo", h("span", { class: "wide" }, ` ${word}`));
 }
+
+/** Gives the focus to the button of the next undo, for one more; without one to something else. @param {{focus: () => void}} other */
+export const focusUndo = (other) => (/** @type {HTMLElement | null} */ (document.querySelector("button.undo")) || other).focus();
 
 // Undoes the newest change by Ctrl+Z, unless a text is written or a dialog is open: there it undoes what was typed.
 /** @param {KeyboardEvent} event */

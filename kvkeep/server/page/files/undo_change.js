@@ -8,7 +8,7 @@ import { signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { changeError } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
-import { sinceText, undo } from "./undo.js";
+import { sinceText, undo, wordOf } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./undo.js").Step} Step */
@@ -63,7 +63,7 @@ export async function undoChange(memory, step, turns) {
   const later = await saidSince(memory, step, turns);
   if (later) {
     const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
-    if (!(await promptDialog(`Undo ${step.operation}?`, [], "Undo", h("p", {}, text)))) return null;
+    if (!(await promptDialog(`Undo ${wordOf(step.operation)}?`, [], "Undo", h("p", {}, text)))) return null;
     if (!(await forkConversation(memory, null, ""))) return null;
   }
   try {
@@ -73,5 +73,5 @@ export async function undoChange(memory, step, turns) {
   }
   const { [step.name]: _, ...edits } = keptOf(memory.name).edits || {}; // the next fork may have the name
   keep(memory.name, { edits });
-  return { text: `Undone: ${step.operation}.${later ? ` ${later} since then: see the newest branch of this conversation.` : ""}`, isError: false };
+  return { text: `Undone: ${wordOf(step.operation)}.${later ? ` ${later} since then: see the newest branch of this conversation.` : ""}`, isError: false };
 }
