@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
-const { noteText, openNote } = await import(`${FILES}/message_note.js`);
+const { keepNote, noteOf, noteText, openNote, signatureOf } = await import(`${FILES}/message_note.js`);
 const { watchSize } = await import(`${FILES}/message_size.js`);
 const { unreadOf } = await import(`${FILES}/turns.js`);
 
@@ -79,4 +79,25 @@ test("an answer without the end token is not ended, also in a browser that did n
   assert.equal(openNote(memory, turn(6).parts[1], turn(6)), "open");
   assert.equal(openNote(memory, turn(7).parts[1], turn(7)), null);
   assert.equal(openNote(memory, turn(2).parts[0], turn(2)), null);
+});
+
+test("a note stays with its message until the text is another one", () => {
+  const stored = new Map();
+  globalThis.localStorage = { getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value) };
+  const part = (label, text) => ({ label, role: "answer", start: 0, end: 1, text });
+  keepNote("a", part("turn 1 question", "Hi"), "replaced");
+  keepNote("a", part("turn 1 answer", "Hello"), "stopped");
+  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), "stopped");
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello!")), null);
+  assert.equal(noteOf("b", part("turn 1 answer", "Hello")), null);
+  keepNote("a", part("turn 1 answer", "Hello"), null);
+  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), null);
+  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
+  keepNote("a", part("turn 1 question", "Ho"), "replaced");
+  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced"); // after an undo
+  for (let number = 0; number < 20; number += 1) keepNote("a", part("turn 1 question", `${number}`), "replaced");
+  assert.ok(JSON.parse(stored.get("kvkeep conversations")).a.notes["turn 1 question"].length <= 10);
+  stored.set("kvkeep conversations", JSON.stringify({ c: { notes: { x: { note: "stopped", signature: signatureOf({ text: "Hi" }) } } } })); // of an earlier version
+  assert.equal(noteOf("c", part("x", "Hi")), "stopped");
 });

@@ -92,8 +92,8 @@ test("to remove what is forgotten takes it out of the chat alone", () => {
 test("what a policy keeps of the beginning, and what it has instead of compression, is said", () => {
   const runs = [run("kept", 0, 4), run("window", 4, 20)];
   const text = (fields, start, end) => heldText(memory({ policy: "sliding", tokens: 20, cells: 20, runs, ...fields }), { start, end });
-  assert.equal(text({}, 0, 20), "20 tokens in 20 cells, held until newer text needs the room; the first 4 tokens stay (attention sink).");
-  assert.equal(text({}, 0, 4), "4 tokens in 4 cells, the first 4 tokens stay (attention sink).");
+  assert.equal(text({}, 0, 20), "20 tokens in 20 cells, held until newer text needs the room; the first 4 tokens stay (an attention sink: the model needs them).");
+  assert.equal(text({}, 0, 4), "4 tokens in 4 cells, the first 4 tokens stay (an attention sink: the model needs them).");
   assert.equal(text({ runs: [run("kept", 0, 20)] }, 0, 20), "20 tokens in 20 cells, the first 20 tokens stay.");
   assert.equal(text({ policy: "full" }, 0, 20), "20 tokens in 20 cells, held.");
   assert.match(instead("sliding"), /^Old text is evicted by itself.*\(sliding\)\. Compress needs a chat with policy full: New chat, then Settings\.$/);
@@ -138,11 +138,11 @@ test("what a session cannot go back over is named", () => {
 
 test("what memory forgot and why a message was refused is said with the numbers", () => {
   const full = memory({ policy: "full", cells: 120, max_kv_size: 128, highest_ratio: 4 });
-  assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or begin a chat with another policy/);
-  assert.match(fullText({ ...full, policy: "self_extend" }, true), /evicts nothing\. Begin a chat/);
-  assert.match(fullText({ ...full, cells: 100, highest_ratio: null }, true), /evicts nothing\. Send a shorter message or begin a chat/);
+  assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or remove a turn \(by the Memory button below it\) or begin a chat with another policy/);
+  assert.match(fullText({ ...full, policy: "self_extend", removable: [] }, true), /evicts nothing\. Begin a chat/);
+  assert.match(fullText({ ...full, cells: 100, highest_ratio: null }, true), /evicts nothing\. Remove a turn .* or send a shorter message or begin a chat/);
   assert.match(fullText({ ...full, cells: 0, max_kv_size: 32 }, true), /^The message does not fit: memory has 32 cells, .* larger budget or another policy in Settings\.$/);
-  assert.match(fullText(full, false), /so nothing was generated\. Compress the whole memory \(in the memory panel\) or begin a chat/);
+  assert.match(fullText(full, false), /so nothing was generated\. Compress the whole memory \(in the memory panel\) or remove a turn .* or begin a chat/);
   assert.match(stoppedText(210, 57, false), /^Stopped\. 210 tokens of the message were read and stay as a turn\. 57 tokens of older text are forgotten for it\. The rest of the message is in the box\.$/);
   assert.match(stoppedText(30, 0, true), /read and stays: Answer has it answered\.$/);
   assert.match(stoppedText(0, 0, false), /memory is as before/);
@@ -151,6 +151,9 @@ test("what memory forgot and why a message was refused is said with the numbers"
 test("what an unpinned turn and a replaced one are afterwards is said", () => {
   assert.match(unpinText(memory({ policy: "full" })), /compressed again/);
   assert.match(unpinText(memory({ policy: "sliding" })), /forgotten again/);
+  const coarse = memory({ policy: "self_extend", tokens: 20, cells: 20, max_kv_size: null, pin_room: null, runs: [run("window", 0, 20)] });
+  assert.match(heldText(coarse, { start: 0, end: 20 }), /cells, held\.$/); // this policy evicts nothing
+  assert.match(pinText(coarse, { start: 0, end: 20 }), /^Not removed by a compaction/);
   const text = (role, isRecomputed) => replacedText({ role, end: 40 }, 41, isRecomputed);
   assert.equal(text("question", false), "The message was replaced in memory; its answer stays as it was.");
   assert.equal(text("question", true), "The message was replaced in memory, and the 1 token after it evaluated again: their text is as before.");

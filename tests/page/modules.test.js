@@ -12,7 +12,7 @@ const { shownOperations } = await import(`${FILES}/operations.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
-const { keepNote, noteOf, noteText, openNote } = await import(`${FILES}/message_note.js`);
+const { noteText, openNote } = await import(`${FILES}/message_note.js`);
 const { isUndoCopy, isUndoName, offeredStep, sinceText } = await import(`${FILES}/undo.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
@@ -243,21 +243,6 @@ test("an undo is one operation, and copies for it are none", () => {
   const copy = "_undo.a.1.remove";
   const log = [operation("delete", copy, "a"), operation("fork", "a", copy), operation("delete", "a"), operation("delete", "b"), operation("fork", "a-2", "a"), operation("edit", "a"), operation("fork", copy, "a")];
   assert.deepEqual(shownOperations(log).map(({ what, session }) => [what, session]), [["undo", "a"], ["delete", "b"], ["fork", "a-2"], ["edit", "a"]]);
-});
-
-test("a note stays with its message until the text is another one", () => {
-  const stored = new Map();
-  globalThis.localStorage = { getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value) };
-  const part = (label, text) => ({ label, role: "answer", start: 0, end: 1, text });
-  keepNote("a", part("turn 1 question", "Hi"), "replaced");
-  keepNote("a", part("turn 1 answer", "Hello"), "stopped");
-  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
-  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), "stopped");
-  assert.equal(noteOf("a", part("turn 1 answer", "Hello!")), null);
-  assert.equal(noteOf("b", part("turn 1 answer", "Hello")), null);
-  keepNote("a", part("turn 1 answer", "Hello"), null);
-  assert.equal(noteOf("a", part("turn 1 answer", "Hello")), null);
-  assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced");
 });
 
 test("a turn's title has the number of its label", () => {

@@ -179,6 +179,20 @@ def test_an_ended_answer_that_is_continued_loses_its_end_token(
     expect(answer).to_have_text(text)
 
 
+def test_a_complete_answer_that_the_model_does_not_continue_is_said_to_be_one(
+    page: Page, client: httpx.Client
+) -> None:
+    client.post("/v1/sessions", json={"name": "complete"}).raise_for_status()
+    turn = {"content": "Say hello.", "system": "Be brief.", "max_tokens": 60, "temperature": 0}
+    client.post("/v1/sessions/complete/turns", json=turn).raise_for_status()
+    before = texts(client, "complete")
+    page.goto("/#/chat/complete")
+    settings(page, temperature="0", repeat_penalty="1")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("#status")).to_contain_text("The answer is complete")
+    assert texts(client, "complete") == before
+
+
 def test_an_earlier_message_is_asked_otherwise_in_a_branch(
     page: Page, client: httpx.Client
 ) -> None:
@@ -369,7 +383,7 @@ def test_a_deletion_stops_an_answer_and_escape_in_a_dialog_does_not(
     item.hover()
     item.get_by_role("button", name="Delete").click()
     page.locator("dialog button.main").click()
-    expect(page.locator("#status")).to_have_text("Conversation deleted.")
+    expect(page.locator("#status")).to_contain_text("was deleted.")
     expect(page.locator("h1")).to_have_text("New chat")
     assert client.get(f"/v1/sessions/{name}").status_code == 404
 
@@ -492,14 +506,17 @@ def test_a_message_that_does_not_fit_a_new_conversation_begins_none(
     page.reload()
     page.get_by_role("button", name="Settings").click()
     page.locator("dialog [name=policy]").select_option("full")
-    page.locator("dialog [name=max_kv_size]").fill("32")
+    page.locator("dialog [name=max_kv_size]").fill("64")
     page.locator("dialog [name=max_tokens]").fill("4")
     page.locator("dialog button.main").click()
     before = client.get("/v1/sessions").json()["data"]
     message = "What is the capital of France? " * 8
+    box(page).fill("What is the capital of France? " * 5)
+    warning = page.locator(".size-warning")
+    expect(warning).to_contain_text("64 of 64 cells are free: it does not fit")  # with the template
     box(page).fill(message)
     box(page).press("Enter")
-    text = "The message does not fit: memory has 32 cells, and policy full evicts nothing."
+    text = "The message does not fit: memory has 64 cells, and policy full evicts nothing."
     expect(page.locator("#status")).to_contain_text(text)
     expect(page).to_have_url(re.compile("/#/$"))
     expect(page.locator(".welcome")).to_contain_text("Write below")
@@ -507,9 +524,10 @@ def test_a_message_that_does_not_fit_a_new_conversation_begins_none(
     expect(box(page)).to_be_focused()
     assert client.get("/v1/sessions").json()["data"] == before
     page.get_by_role("button", name="Settings").click()
-    expect(page.locator("dialog [name=max_kv_size]")).to_have_value("32")
+    expect(page.locator("dialog [name=max_kv_size]")).to_have_value("64")
     page.locator("dialog [name=max_kv_size]").fill("600")
     page.locator("dialog button.main").click()
+    expect(warning).to_have_text("")
     box(page).press("Enter")
     expect(turns(page)).to_have_count(1)
 
@@ -569,6 +587,14 @@ def test_what_a_window_forgot_is_marked_and_asked_anew(page: Page, client: httpx
     page.locator("dialog button.main").click()
     expect(page.locator("h1")).to_have_text("Name the capital of Peru.")
     expect(turns(page)).to_have_count(1)
+    expect(page.locator(".origin")).to_contain_text("New conversation.")
+    strip(page).last.click()
+    panel.get_by_role("button", name="Remove", exact=True).click()
+    expect(page.locator(".question")).to_have_count(0)
+    expect(page.locator(".turn-bars button.selected")).to_have_count(0)
+    page.get_by_role("button", name="Undo remove").click()
+    expect(turns(page)).to_have_count(1)
+    expect(page.locator(".origin")).to_contain_text("New conversation.")
     shown = client.get(f"/v1/sessions/{page.url.rpartition('/')[2]}/memory").json()
     assert {key: shown[key] for key in settings} == settings
     assert texts(client, name) == before

@@ -26,6 +26,27 @@ def test_a_text_that_was_fed_stays_shown_when_the_chat_goes_on(
     assert shown == ["opening", "turn 1", "text", "turn 2"]
 
 
+def test_a_fed_text_that_is_removed_leaves_no_other_one_selected(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "fed-twice")
+    turn = {"content": "What is the word?", "max_tokens": 4, "temperature": 0}
+    with server.client() as client:
+        for text in ("The secret word is PINEAPPLE. ", "Another word is PLUM. "):
+            client.post("/v1/sessions/fed-twice/feed", json={"text": text}).raise_for_status()
+            client.post("/v1/sessions/fed-twice/turns", json=turn).raise_for_status()
+    page.goto("/#/chat/fed-twice")
+    second = page.locator(".turn-bars button[data-turn='text 2']")
+    expect(second).to_have_count(1)
+    page.locator(".turn-bars button[data-turn='text']").click()
+    page.locator(".turn-card").get_by_role("button", name="Remove", exact=True).click()
+    expect(second).to_have_count(0)
+    expect(page.locator(".chat.busy")).to_have_count(0)
+    expect(page.locator(".turn-bars button[data-turn='text']")).to_have_count(1)
+    expect(page.locator(".turn-bars button.selected")).to_have_count(0)
+    expect(page.locator(".turn-card button")).to_have_count(0)
+
+
 def test_the_first_turn_is_shown_as_one_while_it_is_answered(
     page: Page, server: RunningServer
 ) -> None:

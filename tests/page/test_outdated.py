@@ -84,9 +84,9 @@ def test_a_selected_span_is_followed_through_edits(page: Page, client: httpx.Cli
     assert now["end"] < question["end"]
     expect_selection(page, now["start"], now["end"])
     press(page, "Pin")
-    expect_status(page, f"Pinned tokens {now['start']} to {now['end']}")
+    expect_status(page, f"Pinned {now['end'] - now['start']} tokens from token {now['start']} on")
     press(page, "Remove text")
-    expect_status(page, "Removed tokens")
+    expect_status(page, "Removed")
     expect_no_selection(page)
     assert token_ids(client, name) == ids[: question["start"]] + ids[question["end"] :]
 
@@ -151,7 +151,7 @@ def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx
     drop_first_tokens(page, client, name, 1)
     expect_selection(page, before["start"] - 1, before["end"] - 1)
     press(page, "Remove text")
-    expect_status(page, "Removed tokens")
+    expect_status(page, "Removed")
     assert memory(client, name)["tokens"] == total - 3 - (before["end"] - before["start"])
 
 
@@ -255,7 +255,7 @@ def test_outdated_text_cannot_be_selected(page: Page, client: httpx.Client) -> N
     expect(page.locator(f'.text [data-at="{total - 1}"]')).to_have_count(0)
     select(page, total - 12, total - 8)
     press(page, "Remove text")
-    expect_status(page, "Removed tokens")
+    expect_status(page, "Removed")
     assert memory(client, name)["tokens"] == total - 7
 
 

@@ -86,6 +86,21 @@ def expect_status(page: Page, text: str | re.Pattern[str]) -> None:
     expect(page.locator("#status")).to_contain_text(text)
 
 
+def test_the_preview_follows_the_selection_and_unpin_what_is_pinned(
+    page: Page, client: httpx.Client
+) -> None:
+    name = create_fed_session(client, text=TEXT)
+    show(page, name)
+    unpin = page.get_by_role("button", name="Unpin", exact=True)
+    select(page, 30, 34)
+    expect(page.locator(".preview")).to_contain_text("Token 30, ")
+    expect(page.locator(".preview mark")).to_have_count(1)
+    expect(unpin).to_be_disabled()
+    press(page, "Pin")
+    expect_status(page, "Pinned 4 tokens from token 30 on.")
+    expect(unpin).to_be_enabled()
+
+
 def test_selected_text_is_pinned_named_and_edited(page: Page, client: httpx.Client) -> None:
     name = create_fed_session(client)
     show(page, name)
@@ -107,7 +122,7 @@ def test_selected_text_is_pinned_named_and_edited(page: Page, client: httpx.Clie
     total = memory(client, name)["tokens"]
     select(page, total - 8, total - 4)
     press(page, "Remove text")
-    expect_status(page, "Removed tokens")
+    expect_status(page, "Removed")
     assert memory(client, name)["tokens"] == total - 4
     page.get_by_label("or span").select_option("a part")
     expect(page.get_by_label("From token")).to_have_value(str(last - 60))

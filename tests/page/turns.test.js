@@ -29,6 +29,11 @@ test("texts that were fed at several places are numbered, as messages are", () =
   assert.deepEqual(labels(...said), ["message 1", "turn 1", "message 2", "turn 2", "message 3"]);
 });
 
+test("the opening stays one once no turn is left", () => {
+  const turns = turnsOf(memory({ tokens: 3, spans: { opening: span(0, 3) } }), ["<|im_start|>system\n", "Be terse.", "<|im_end|>\n"]);
+  assert.deepEqual(turns.map(({ label, parts }) => [label, parts.length]), [["opening", 0]]);
+});
+
 test("the first turn is one while it is answered, too", () => {
   const texts = ["<|im_start|>system\n", "Be terse.", "<|im_end|>\n", "<|im_start|>user\n", "Hi", "<|im_end|>\n", "<|im_start|>assistant\n", "Hello"];
   const busy = (given) => turnsOf({ ...memory({ tokens: given.length }), busy: true }, given).map(({ label, parts }) => [label, parts.map(({ role }) => role)]);

@@ -4,6 +4,7 @@ import { send } from "./api.js";
 import { titleOf } from "./chat_settings.js";
 import { fill, h, number, promptDialog, showStatus } from "./dom.js";
 import { NAME } from "./names.js";
+import { rangesOf } from "./turns.js";
 import { undoElement } from "./undo_button.js";
 import { undoNamesOf } from "./undo.js";
 
@@ -92,7 +93,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   const spans = h("select", { id: "span" });
   spans.addEventListener("change", () => selectSpan(spans.value));
   const range = () => ({ start: selection.start, end: selection.end });
-  const rangeText = () => `tokens ${selection.start} to ${selection.end}`;
+  const rangeText = () => (selection.end - selection.start === 1 ? `token ${selection.start}` : `${tokensText(selection.end - selection.start)} from token ${selection.start} on`);
   const after = () => countAfter(memory(), selection);
   const rewind = (/** @type {Change} */ change) => change.post("rewind", { count: after() }, `Rewound to token ${selection.end}: ${tokensText(after())} removed.`, { undo: "rewind" });
   const removeText = (/** @type {Change} */ change) => change.post("edit", { op: "delete", ...range() }, `Removed ${rangeText()}.`, { undo: "delete", renumbers: true });
@@ -109,6 +110,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   ];
   const buttons = newChange ? operations.map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label)) : [];
   const rewindButton = buttons.at(-1);
+  const unpinButton = buttons[1];
   const undoPlace = h("span");
   const element = h(
     "div",
@@ -130,6 +132,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     if (!rewindButton) return;
     fill(rewindButton, rewindText(memory(), selection));
     rewindButton.disabled ||= !after();
+    unpinButton.disabled ||= !rangesOf(memory(), selection.start, selection.end, (standing) => standing === "pinned").length;
   };
   const updateSpans = () => {
     const names = Object.keys(memory().spans);
@@ -163,7 +166,7 @@ async function nameSpan(change, range, selectSpan) {
   if (named) selectSpan(values.name);
 }
 
-const RECOMPUTE = { name: "recompute", label: "Evaluate the tokens after it again (slower, exact)", kind: "checkbox" };
+const RECOMPUTE = { name: "recompute", label: "Evaluate the tokens after it again, so that later text takes the change into account (slower)", kind: "checkbox" };
 
 /** @param {Change} change @param {TokenRange} range @param {(start: number, end: number) => Promise<string>} textOf */
 async function replace(change, range, textOf) {
@@ -173,7 +176,7 @@ async function replace(change, range, textOf) {
   } catch (error) {
     return change.fail(error);
   }
-  const text = { name: "text", label: "New text", kind: "textarea", value };
+  const text = { name: "text", label: /^\s/.test(value) ? "New text, with the space before it" : "New text", kind: "textarea", value };
   await edit(change, "Replace", text, { op: "replace", ...range }, "edit");
 }
 
@@ -193,6 +196,7 @@ async function edit(change, heading, text, body, undo) {
     const values = await promptDialog(heading, [text, RECOMPUTE], heading.split(" ")[0], reason);
     if (!values || (await change.post("edit", { ...body, ...editFields(values) }, editMessage, { undo, renumbers: true }))) return;
     text = { ...text, value: values.text };
+    showStatus(""); // the dialog says why
   }
 }
 

@@ -14,18 +14,18 @@ import { fetchSessions } from "./session_list.js";
 export async function forkConversation(memory, at, text) {
   const others = text ? [] : await fetchSessions().catch(() => []);
   const title = text ? titleFor(text) : branchTitle(titleOf(memory), others.map(titleOf));
-  return createBeside(memory.name, title, `/v1/sessions/${memory.name}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision));
+  return createBeside(memory.name, title, `/v1/sessions/${memory.name}/fork`, at === null ? {} : { at }, changeHeaders(memory.revision), { branchOf: memory.name });
 }
 
 /**
  * Creates a conversation with the sampling settings of another one; returns its name, or null.
- * @param {string} other its name @param {string} title @param {string} path @param {any} body @param {Record<string, string>} headers
+ * @param {string} other its name @param {string} title @param {string} path @param {any} body @param {Record<string, string>} headers @param {import("./chat_settings.js").Kept} kept of it, besides
  */
-export async function createBeside(other, title, path, body, headers) {
+export async function createBeside(other, title, path, body, headers, kept) {
   try {
     const created = await send("POST", path, { name: nameFor(title.slice(0, 40)), title, ...body }, { headers });
     const { sampling, notes } = keptOf(other);
-    keep(created.name, { sampling, notes, branchOf: other });
+    keep(created.name, { sampling, notes, ...kept });
     conversationsChanged();
     return /** @type {string} */ (created.name);
   } catch (error) {

@@ -110,7 +110,9 @@ export class ChatView {
   get room() {
     if (this.frame.isGone) return { policy: "", max_kv_size: null, cells: 0 };
     const { policy = this.settings.policy || "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
-    return this.memory || { policy, max_kv_size, cells: 0 };
+    const { memory, newSystem: system } = this;
+    if (memory) return memory.tokens ? memory : { ...memory, system };
+    return { policy, max_kv_size, cells: 0, system };
   }
 
   // Follows a generation: this page's own by its memory alone, as its text is streamed.

@@ -23,6 +23,7 @@ export class ChatAnswers {
     this.running = null; // while an answer is generated
     /** @type {"length" | "full" | "stopped" | null} */
     this.cutOff = null; // why the last answer ended, if neither the model nor this page's reader ended it
+    this.isComplete = false; // whether the model ended it
     this.isBegun = false; // whether the server has begun with the message: it goes on with it, whatever becomes of this page
     this.mayForget = false; // whether it is still to be said that older text is forgotten
     /** @type {number | null} */
@@ -52,17 +53,17 @@ export class ChatAnswers {
     return send("POST", `${this.chat.path}/stop`, undefined, { headers }).then(() => true, fail);
   }
 
-  /** @param {string} content */
-  async say(content) {
+  /** @param {string} content @param {string} typed what names a new conversation */
+  async say(content, typed) {
     if (this.chat.frame.isPanelOver && this.chat.frame.isPanelOpen) this.chat.frame.togglePanel(false);
-    if (!(await this.chat.exclusively(() => this.begin(content)))) this.giveBack(content);
+    if (!(await this.chat.exclusively(() => this.begin(content, typed)))) this.giveBack(content);
   }
 
-  /** @param {string} content */
-  async begin(content) {
+  /** @param {string} content @param {string} typed */
+  async begin(content, typed) {
     const isNew = this.chat.name === null;
     try {
-      if (isNew) await this.create(content);
+      if (isNew) await this.create(typed);
     } catch (error) {
       this.giveBack(content);
       return showStatus(messageOf(error), true);
@@ -88,11 +89,11 @@ export class ChatAnswers {
   }
 
   // Creates the session of a new conversation. Raises ApiError.
-  /** @param {string} content */
-  async create(content) {
+  /** @param {string} typed */
+  async create(typed) {
     const { chat } = this;
-    const title = titleFor(content);
-    const created = await send("POST", "/v1/sessions", { name: nameFor(content), title, ...chat.newSession });
+    const title = titleFor(typed);
+    const created = await send("POST", "/v1/sessions", { name: nameFor(typed), title, ...chat.newSession });
     chat.name = created.name;
     keep(created.name, { sampling: chat.newSampling });
     history.replaceState(null, "", `#/chat/${created.name}`);
@@ -128,6 +129,7 @@ export class ChatAnswers {
     const turn = openTurn(null, { bar });
     this.chat.frame.log.append(turn.element);
     await this.stream({ stream: true, max_tokens: longestAnswer(memory), ...sampling }, turn);
+    if (turn.isEmpty && this.isComplete) showStatus(bar ? "The answer is complete: the model ended it again at once." : "The model ended the answer at once.", false, true);
   }
 
   // Streams an answer into a turn that is shown. Its message is put back into the box if it does not stay in memory. Returns whether it was refused before anything was read.
@@ -190,7 +192,7 @@ export class ChatAnswers {
 
   /** @param {any} body @param {ReturnType<typeof openTurn>} turn @param {AbortSignal} signal */
   async receive(body, turn, signal) {
-    [this.cutOff, this.isBegun] = [null, false];
+    [this.cutOff, this.isBegun, this.isComplete] = [null, false, false];
     const { revision } = /** @type {Memory} */ (this.chat.memory);
     const options = { headers: changeHeaders(revision), signal };
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
@@ -200,6 +202,7 @@ export class ChatAnswers {
       else if (kind === "error" && event.error.code === "cancelled") this.cutOff = "stopped";
       else if (kind === "error") throw new ApiError(0, event.error.message, event.error.code);
       else if (kind === "done") {
+        this.isComplete = event.finish_reason === "eos";
         if (["length", "full"].includes(event.finish_reason)) this.cutOff = event.finish_reason;
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
       }

@@ -43,6 +43,7 @@ export class ChatChanges {
       if (shown?.revision !== this.chat.memory?.revision) return showStatus(CHANGED, true); // while a dialog was open
       isDone = await this.change(operation, run, message);
       if (isDone && operation === "replace") this.markReplaced(bodies[0].start);
+      if (isDone && operation === "remove") this.chat.frame.unselect(); // texts after it may have its label now
     };
     await this.chat.exclusively(changeAndMark, this.chat.frame.panel);
     return isDone;
@@ -163,7 +164,7 @@ export class ChatChanges {
   startAnew(text) {
     const { name, policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
     this.chat.newSystem = this.systemPart()?.text || "";
-    return createBeside(name, titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {});
+    return createBeside(name, titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {}, { begunFrom: name });
   }
 
   async changeSettings() {
@@ -178,6 +179,7 @@ export class ChatChanges {
     if (!values) return;
     if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];
     else keep(name, { sampling: values.sampling });
+    chat.frame.box.measure();
     await this.changeSystem(values.system);
   }
 

@@ -11,7 +11,7 @@ import { turnStrip } from "./turn_strip.js";
 /** @typedef {import("./turns.js").Turn} Turn */
 /**
  * @typedef {object} Handlers  What the view does when it is used.
- * @property {(text: string) => void} say
+ * @property {(text: string, typed: string) => void} say  typed: what names a new conversation
  * @property {() => void} stop
  * @property {() => void} settings
  * @property {() => import("./message_size.js").Room} room  that the next message has
@@ -155,6 +155,12 @@ export class ChatFrame {
     this.settlingFrames = 0;
     if (from === "strip") this.log.querySelector(".turn.selected")?.scrollIntoView({ block: "nearest" });
     if (from === "chat" || (this.selected !== null && (this.isPanelOver || byKey))) this.togglePanel(true, byKey ? this.panel.turnPart : this.panel.element);
+  }
+
+  // Selects no turn.
+  unselect() {
+    this.selected = null;
+    if (this.memory) this.drawMemory(this.memory, this.turns);
   }
 
   // Whether the panel lies over the chat when it is open, as there is no room beside it.

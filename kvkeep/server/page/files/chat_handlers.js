@@ -7,7 +7,7 @@
  * @param {ChatView} chat @returns {import("./chat_frame.js").Handlers}
  */
 export const handlersOf = (chat) => ({
-  say: (text) => chat.answers.say(text),
+  say: (text, typed) => chat.answers.say(text, typed),
   stop: () => chat.answers.stop(),
   room: () => chat.room,
   settings: () => chat.exclusively(() => chat.changes.changeSettings()),

@@ -3,7 +3,8 @@
 import { h } from "./dom.js";
 
 /** @typedef {{temperature?: number, top_p?: number, repeat_penalty?: number, max_tokens?: number}} Sampling */
-/** @typedef {{sampling?: Sampling, regenerated?: string, edits?: Record<string, string>, branchOf?: string, notes?: Record<string, {note: import("./message_note.js").Note, signature: string}>}} Kept */
+/** @typedef {{note: import("./message_note.js").Note, signature: string}} KeptNote */
+/** @typedef {{sampling?: Sampling, regenerated?: string, edits?: Record<string, string>, branchOf?: string, begunFrom?: string, notes?: Record<string, KeptNote | KeptNote[]>}} Kept */
 /** @typedef {{policy?: string, max_kv_size?: number}} SessionSettings  Of a new session. */
 
 const STORE = "kvkeep conversations";

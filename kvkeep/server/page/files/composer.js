@@ -48,7 +48,7 @@ function attachments(onChange) {
 
 /**
  * Creates the message box.
- * @param {(text: string) => void} onSend @param {() => void} onStop @param {() => void} onSettings
+ * @param {(text: string, typed: string) => void} onSend  typed: without the files, if there is more @param {() => void} onStop @param {() => void} onSettings
  * @param {() => import("./message_size.js").Room} room
  */
 export function composer(onSend, onStop, onSettings, room) {
@@ -74,13 +74,14 @@ export function composer(onSend, onStop, onSettings, room) {
     const files = attached.files();
     if (!input.value.trim() && !files.length) return;
     if (busy) return showStatus(busy, false, true);
-    const text = withFiles(input.value, files);
+    const typed = input.value;
+    const text = withFiles(typed, files);
     input.value = "";
     attached.show([]);
     resize();
     measureAll();
     input.focus(); // the button that was clicked is disabled
-    onSend(text);
+    onSend(text, typed.trim() ? typed : text);
   };
   input.addEventListener("input", resize);
   input.addEventListener("input", measureAll);

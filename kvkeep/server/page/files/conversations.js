@@ -127,7 +127,7 @@ export const withParent = (entry) => (entry.parent && isUndoName(entry.parent) ?
 export function originOf(entries, name) {
   const own = entries.find((entry) => entry.name === name);
   const parent = own && withParent(own).parent;
-  const origin = own && entries.find((entry) => entry.name === (parent || keptOf(name).branchOf) && entry.name !== name);
+  const origin = own && entries.find((entry) => entry.name === (parent || keptOf(name).begunFrom) && entry.name !== name);
   return origin ? { kind: parent ? "Branch" : "New conversation", name: origin.name, title: titleOf(origin) } : null;
 }
 
@@ -187,7 +187,7 @@ function item(entry, depth, edits, reload) {
     if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return focusItem(name);
     const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).map((other) => other.dataset.name);
     const at = links.indexOf(name);
-    await deleteConversation(name);
+    await deleteConversation(name, title);
     await reload();
     if (document.activeElement === document.body) focusItem(links[at + 1] || links[at - 1] || "");
   };
@@ -212,8 +212,8 @@ async function deleteIdle(name) {
   }
 }
 
-/** @param {string} name */
-async function deleteConversation(name) {
+/** @param {string} name @param {string} title */
+async function deleteConversation(name, title) {
   try {
     const undoNames = await undoNamesOf(name);
     if (location.hash === `#/chat/${name}`) {
@@ -224,7 +224,7 @@ async function deleteConversation(name) {
     await deleteIdle(name);
     for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);
     drop(name);
-    showStatus("Conversation deleted.");
+    showStatus(`“${title}” was deleted.`);
   } catch (error) {
     showStatus(messageOf(error), true);
   }

@@ -41,7 +41,7 @@ export async function heads(container, { signal, parts }) {
   fill(
     container,
     title(`Cells of ${knownTitle(name)}`, path),
-    h("p", {}, "Cells in each layer and KV head of ", titledLink(name), ". Select a head to see the positions of its cells."),
+    h("p", {}, "Cells in each layer and KV head of ", titledLink(name), ": select a head to see the positions of its cells."),
     detail,
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Cells" }, table),
   );

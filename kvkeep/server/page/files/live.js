@@ -2,6 +2,7 @@
 
 import { ApiError, streamEvents } from "./api.js";
 
+const READING = ["generate", "feed"]; // operations whose tokens are all those that were evaluated
 const RATE_WINDOW = 10_000; // milliseconds
 const LONGEST_WAIT = 8000; // milliseconds between two attempts to connect
 /** @type {Set<(operation: Operation | null) => void>} */
@@ -58,7 +59,7 @@ export async function followOperations(onState) {
 /** @param {Operation} operation */
 function dispatch(operation) {
   const recent = recentTokens.get(operation.session) || [];
-  recent.push([performance.now(), Math.max(0, operation.tokens)]);
+  if (READING.includes(operation.what)) recent.push([performance.now(), operation.tokens]);
   recentTokens.set(operation.session, recent);
   for (const listener of listeners) listener(operation);
 }

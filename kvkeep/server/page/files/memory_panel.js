@@ -174,7 +174,10 @@ async function replace(memory, part, actions, written = part.text, failure = "")
   const message = replacedText(part, memory.tokens, body.recompute === "suffix");
   if (await actions.change("replace", "edit", [body], message, memory)) return;
   const now = actions.now(part);
-  if (now) await replace(now.memory, now.part, actions, values.text, statusText() || "");
+  if (!now) return;
+  const problem = statusText() || "";
+  showStatus(""); // the dialog says it
+  await replace(now.memory, now.part, actions, values.text, problem);
 }
 
 // Creates the control that compresses the whole memory, or says what the policy has instead.

@@ -8,6 +8,15 @@ const count = (value) => Math.round(value).toLocaleString("en-US");
 /** @param {number} value @param {string} noun */
 const counted = (value, noun) => `${count(value)} ${noun}${Math.round(value) === 1 ? "" : "s"}`;
 
+/** Policies that evict nothing. */
+export const REFUSING = ["full", "self_extend"];
+
+/** @type {Record<string, string>} */
+const PINNED = { full: "Not compressed, nor removed by a compaction, until it is unpinned.", self_extend: "Not removed by a compaction until it is unpinned." };
+
+/** @type {Record<string, string>} */
+const UNPINNED = { full: "It may be compressed again, or removed by a compaction.", self_extend: "It may be removed by a compaction again." };
+
 /** @type {Record<string, string>} */
 const FULL = { window: "held", kept: "held" };
 
@@ -21,7 +30,7 @@ const HELD = { window: "held until newer text needs the room" };
 export function heldText(memory, { start, end }) {
   const shares = sharesOf(memory, start, end);
   const text = standingText(withoutEnd(shares));
-  const isFull = memory.policy === "full";
+  const isFull = REFUSING.includes(memory.policy);
   const kept = isFull ? 0 : shares.filter(({ standing }) => standing === "kept").reduce((sum, { tokens }) => sum + tokens, 0);
   const standing = [text === "kept" && kept ? "" : (isFull ? FULL : HELD)[text] || text, kept ? keptText(kept) : ""].filter(Boolean).join("; ");
   return `${counted(end - start, "token")} in ${counted(cellsOf(shares), "cell")}, ${standing}.`;
@@ -115,7 +124,7 @@ export function pinText(memory, { start, end }) {
   if (!canPin(memory, cells)) return `Not enough room to pin this: it takes ${counted(cells, "cell")}, and ${counted(Math.max(0, room || 0), "cell")} can still be pinned. Unpin something first.`;
   const left = room === null ? "" : `, and leaves room to pin ${count(room - cells)} more`;
   const budget = memory.max_kv_size === null ? "" : ` of ${counted(memory.max_kv_size, "cell")}`;
-  const effect = memory.policy === "full" ? "Not compressed, nor removed by a compaction, until it is unpinned." : "Never forgotten until it is unpinned.";
+  const effect = PINNED[memory.policy] || "Never forgotten until it is unpinned.";
   return `${effect} Takes ${count(cells)}${budget || (cells === 1 ? " cell" : " cells")}${left}.${lostText(sharesOf(memory, start, end))}`;
 }
 
@@ -123,7 +132,7 @@ export function pinText(memory, { start, end }) {
  * Returns what unpinning does.
  * @param {Memory} memory
  */
-export const unpinText = ({ policy }) => (policy === "full" ? "It may be compressed again, or removed by a compaction." : "It may be forgotten again.");
+export const unpinText = ({ policy }) => UNPINNED[policy] || "It may be forgotten again.";
 
 /**
  * Returns a sentence about tokens that have no cell of their own to pin; "" if there are none.
@@ -181,7 +190,7 @@ export function sizeText(memory, bytes) {
   return `${count(memory.cells)}${budget} cells in use. ${counted(memory.tokens, "token")}${forgotten}. ${bytes(memory.bytes)} reserved${shared}.`;
 }
 
-export const RESERVED_HINT = "Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";
+export const RESERVED_HINT = "A cell is what memory holds of one token. Reserved is what cells take, with room for the next ones. What is shared exists once, and counts in each conversation that has it.";
 
 /**
  * Returns what a compression would leave, or why it is impossible.
@@ -241,7 +250,7 @@ export const instead = (policy) => (EVICTION[policy] ? `${EVICTION[policy]} Comp
  * Returns what of a memory's first tokens stays for good; "" if that needs no words.
  * @param {number} tokens
  */
-export const keptText = (tokens) => `the first ${counted(tokens, "token")} ${tokens === 1 ? "stays" : "stay"}${tokens <= SINKS ? " (attention sink)" : ""}`;
+export const keptText = (tokens) => `the first ${counted(tokens, "token")} ${tokens === 1 ? "stays" : "stay"}${tokens <= SINKS ? " (an attention sink: the model needs them)" : ""}`;
 
 const SINKS = 4; // tokens that every text needs at its beginning
 
@@ -254,12 +263,13 @@ const SHORTEST_MESSAGE = 16; // tokens, with those of the template
  * Returns why a message was refused that does not fit, or no answer was begun or continued.
  * @param {Memory} memory @param {boolean} isMessage
  */
-export function fullText({ cells, max_kv_size, policy, highest_ratio }, isMessage) {
+export function fullText({ cells, max_kv_size, policy, highest_ratio, removable }, isMessage) {
   const most = max_kv_size || cells;
   if (isMessage && !cells) return `The message does not fit: memory has ${counted(most, "cell")}, and policy ${policy} evicts nothing. Send a shorter message, or choose a larger budget or another policy in Settings.`;
   const compress = policy === "full" && highest_ratio ? ["Compress the whole memory (in the memory panel)"] : [];
   const shorter = isMessage && most - cells >= SHORTEST_MESSAGE ? ["send a shorter message"] : [];
-  const ways = [...compress, ...shorter, "begin a chat with another policy or a larger budget (New chat, then Settings)"].join(" or ");
+  const remove = cells && removable.length ? ["remove a turn (by the Memory button below it)"] : [];
+  const ways = [...compress, ...remove, ...shorter, "begin a chat with another policy or a larger budget (New chat, then Settings)"].join(" or ");
   return `Memory is full: ${count(cells)} of ${count(most)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
 }
 

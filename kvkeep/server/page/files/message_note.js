@@ -7,6 +7,7 @@ import { keep, keptOf } from "./chat_settings.js";
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {"stopped" | "length" | "full" | "replaced" | "open"} Note  open: an answer without an end, it is not known why */
 
+const MOST = 10; // notes on one message
 const TEXTS = { stopped: "Stopped before its end", length: "Cut off at the longest answer", full: "Cut off, as memory is full", replaced: "Replaced", open: "Not ended" };
 
 // An answer of the same name that was generated again, or replaced, is another one.
@@ -17,13 +18,18 @@ export function signatureOf({ text }) {
   return `${text.length} ${hash}`;
 }
 
+// Returns the notes on what a message said, before each change too: Undo takes it back.
+/** @param {string} name @param {Part} part */
+const notesOf = (name, { label }) => [keptOf(name).notes?.[label] ?? []].flat();
+
 /**
  * Keeps the note on a message in place of the one before.
  * @param {string} name of its session @param {Part} part @param {Note | null} note null for none
  */
 export function keepNote(name, part, note) {
-  const { [part.label]: _, ...others } = keptOf(name).notes || {};
-  keep(name, { notes: note ? { ...others, [part.label]: { note, signature: signatureOf(part) } } : others });
+  const signature = signatureOf(part);
+  const others = notesOf(name, part).filter((kept) => kept.signature !== signature).slice(1 - MOST);
+  keep(name, { notes: { ...keptOf(name).notes, [part.label]: note ? [...others, { note, signature }] : others } });
 }
 
 /**
@@ -31,8 +37,7 @@ export function keepNote(name, part, note) {
  * @param {string} name of its session @param {Part} part
  */
 export function noteOf(name, part) {
-  const kept = keptOf(name).notes?.[part.label];
-  return kept?.signature === signatureOf(part) ? kept.note : null;
+  return notesOf(name, part).find(({ signature }) => signature === signatureOf(part))?.note ?? null;
 }
 
 /**
@@ -42,7 +47,7 @@ export function noteOf(name, part) {
 export const noteText = (note, isNewest) => TEXTS[note] + ((isNewest && NEXT[note]) || "");
 
 /** @type {Partial<Record<Note, string>>} */
-const NEXT = { length: ": Continue, or allow more in Settings", open: ": Continue" };
+const NEXT = { length: ": Continue, or allow more in Settings", open: ": Continue", full: ": remove or compress text, then Continue" };
 
 /** @type {Record<string, Note>} */
 const BY_END = { length: "length", full: "full", cancelled: "stopped" };

@@ -2,11 +2,14 @@
 
 import { send } from "./api.js";
 import { debounce } from "./live.js";
+import { REFUSING } from "./memory_text.js";
 
-const REFUSING = ["full", "self_extend"]; // policies that evict nothing
 const LARGE = 0.25; // of the budget: a message below it is not warned of while older text goes, and an answer takes no more, as a rule
 
-/** @typedef {{policy: string, max_kv_size: number | null, cells: number, runs?: Run[]}} Room */
+/** @typedef {{policy: string, max_kv_size: number | null, cells: number, runs?: Run[], system?: string}} Room  system: a prompt that is evaluated before the message */
+
+const TEMPLATE = 10; // tokens that a template writes around a later message, about
+const MOST_OPENING = 64; // tokens, or somewhat more, that it writes around the first one
 
 /** @param {number} value */
 const count = (value) => value.toLocaleString("en-US");
@@ -23,7 +26,7 @@ export function sizeWarning(tokens, room) {
   if (tokens <= free) return free - tokens < LARGE * max_kv_size ? nearlyFullText(room) : "";
   if (REFUSING.includes(policy)) return `${start}, but only ${count(free)} of ${count(max_kv_size)} cells are free: it does not fit, and will be refused.`;
   if (tokens >= max_kv_size) {
-    return `${start}, but memory has ${count(max_kv_size)} cells: before the model answers it will have forgotten the conversation and the beginning of this message. Send it in parts, or begin a chat with a larger budget (Settings).`;
+    return `${start}, but memory has ${count(max_kv_size)} cells: before the model answers it will have forgotten ${cells ? "the conversation and " : ""}the beginning of this message. Send it in parts, or begin a chat with a larger budget (Settings).`;
   }
   return tokens < LARGE * max_kv_size ? nearlyFullText(room) : `${start}: ${count(tokens - free)} of the oldest in memory are forgotten for them.`;
 }
@@ -41,28 +44,40 @@ function nearlyFullText({ policy, max_kv_size, cells, runs = [] }) {
 }
 
 /**
+ * Returns how many tokens a message takes, with what the template writes around it. Raises ApiError.
+ * @param {string} text @param {Room} room
+ */
+async function countTokens(text, { cells, system }) {
+  const messages = [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: text }];
+  const content = cells ? text : (await send("POST", "/apply-template", { messages })).prompt;
+  const { tokens } = await send("POST", "/tokenize", { content, parse_special: !cells });
+  return tokens.length + (cells ? TEMPLATE : 0);
+}
+
+/**
  * Returns a function to be called with each text in the message box, and again when memory changes: it shows the warning once the text is counted.
  * @param {() => Room} room @param {(warning: string) => void} show called with another warning
  */
 export function watchSize(room, show) {
   let [text, shown] = ["", ""];
-  let counted = { text: "", tokens: 0 };
+  let counted = { key: "", tokens: 0 };
+  const keyOf = (/** @type {string} */ written) => JSON.stringify([written, room().cells > 0, room().system]);
   const say = (/** @type {string} */ warning) => {
     if (warning !== shown) show(warning);
     shown = warning;
   };
   const measure = debounce(async () => {
-    const asked = text;
-    const answer = await send("POST", "/tokenize", { content: asked, parse_special: false }).catch(() => null);
-    if (asked !== text) return;
-    if (answer) counted = { text, tokens: answer.tokens.length };
-    say(answer ? sizeWarning(counted.tokens, room()) : "");
+    const [asked, key] = [text, keyOf(text)];
+    const tokens = await countTokens(asked, room()).catch(() => null);
+    if (asked !== text || key !== keyOf(text)) return;
+    if (tokens !== null) counted = { key, tokens };
+    say(tokens === null ? "" : sizeWarning(tokens, room()));
   }, 300);
   return (/** @type {string} */ written) => {
     text = written;
-    const mostTokens = new Blob([text]).size; // a token has a byte at least
+    const mostTokens = new Blob([text]).size + MOST_OPENING; // a token has a byte at least
     if (!text.trim() || !sizeWarning(mostTokens, room())) say("");
-    else if (text === counted.text) say(sizeWarning(counted.tokens, room()));
+    else if (keyOf(text) === counted.key) say(sizeWarning(counted.tokens, room()));
     else measure();
   };
 }

@@ -6,7 +6,7 @@ import { number } from "./dom.js";
  * Whether a session holds prompts of requests. In a conversation of turns, each reuses all before it.
  * @param {Memory} memory
  */
-export const isPrompt = (memory) => Boolean(memory.tokens && memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^turn \d+$/.test(label));
+export const isPrompt = (memory) => Boolean(memory.tokens && memory.last_prompt) && !Object.keys(memory.spans).some((label) => /^(turn \d+|opening|system)$/.test(label));
 
 /**
  * Returns what of a prompt was reused, and how much of that was moved in place, as in /v1/prefix/explain.

@@ -12,13 +12,20 @@ export const CHANGING = "Wait until the change is complete.";
 
 export const BUSY_ELSEWHERE = "An answer is being generated in this conversation, perhaps in another tab: wait until it is complete, or stop it.";
 
+/** @type {Record<string, string>} */
+const TEXTS = {
+  session_busy: BUSY_ELSEWHERE,
+  context_length_exceeded: "There is no room in memory for this text. Write a shorter one, or remove or compress text first.",
+};
+
 /**
  * Returns the message for a failed change. Status 412: the session is at another revision.
  * @param {unknown} error
  */
 export function changeError(error) {
   if (error instanceof ApiError && error.status === 412) return CHANGED;
-  return error instanceof ApiError && error.code === "session_busy" ? BUSY_ELSEWHERE : messageOf(error);
+  const code = error instanceof ApiError ? error.code : "";
+  return (code && TEXTS[code]) || messageOf(error);
 }
 
 /**

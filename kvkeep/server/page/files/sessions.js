@@ -6,6 +6,7 @@ import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";
 import { NAME } from "./names.js";
+import { POLICIES, POLICY_TEXTS } from "./settings_dialog.js";
 import { isUndoCopy } from "./undo.js";
 
 const PATH = "/v1/sessions?unnamed=true";
@@ -37,7 +38,7 @@ export async function sessions(container, { signal, edits }) {
   const names = ["Conversation", "Tokens", "Cells", "Reserved", "Tokens/s", "State"];
   fill(
     container,
-    title("Overview", PATH, edits ? h("button", { onclick: createSession }, "New conversation") : null),
+    title("Overview", PATH, edits ? h("button", { onclick: createSession }, "New chat") : null),
     summary,
     h(
       "div",
@@ -79,10 +80,10 @@ export function stateText(entry) {
 
 async function createSession() {
   const values = await promptDialog(
-    "New conversation",
+    "New chat",
     [
       { name: "name", label: "Name (optional)", ...NAME },
-      { name: "policy", label: "Memory policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
+      { name: "policy", label: "Memory policy", choices: ["", ...Object.keys(POLICIES)], texts: POLICY_TEXTS },
       { name: "max_kv_size", label: "Memory budget, in cells (empty: server default)", kind: "number", min: "1" },
     ],
     "Create",

@@ -7,14 +7,14 @@ import { h, promptDialog } from "./dom.js";
 /** @typedef {import("./chat_settings.js").SessionSettings} SessionSettings */
 
 /** @type {Record<string, string>} */
-const POLICIES = {
+export const POLICIES = {
   sliding: "forgets the oldest text, token by token",
   shift: "forgets the oldest text, a part of it at once",
   archive: "compresses older text by itself",
   self_extend: "blurs distances to older text, refuses what does not fit",
   full: "forgets nothing, refuses what does not fit",
 };
-const POLICY_TEXTS = Object.fromEntries(Object.entries(POLICIES).map(([name, effect]) => [name, `${name}: ${effect}`]));
+export const POLICY_TEXTS = Object.fromEntries(Object.entries(POLICIES).map(([name, effect]) => [name, `${name}: ${effect}`]));
 
 const KEPT_HERE = "Temperature, top-p, repetition penalty and longest answer are kept in this browser. An empty field takes the value that it shows in grey, or the server's.";
 

@@ -36,8 +36,9 @@ export function strip(name, onSelect) {
     if (!memory.tokens) return;
     const start = Math.max(0, at - PREVIEW);
     const pieces = await fetchPieces(name, start, Math.min(memory.tokens, at + PREVIEW));
-    const text = pieces.map((piece) => piece.text).join("");
-    fill(preview, `Token ${number(at)}, ${statusOf(memory, at)}: `, h("q", {}, text));
+    const text = (/** @type {number} */ from, /** @type {number} */ to) => pieces.slice(from, to).map((piece) => piece.text).join("");
+    const own = at - start;
+    fill(preview, `Token ${number(at)}, ${statusOf(memory, at)}: `, h("q", {}, text(0, own), h("mark", {}, text(own, own + 1)), text(own + 1, pieces.length)));
   }, 60);
   const moveTo = (/** @type {number} */ token) => {
     at = Math.min(Math.max(0, token), Math.max(0, memory.tokens - 1));
@@ -83,7 +84,9 @@ export function strip(name, onSelect) {
   /** @param {number} start @param {number} end */
   function select(start, end) {
     chosen.hidden = end <= start;
-    if (!chosen.hidden) Object.assign(chosen.style, placeOf(start, end, memory.tokens));
+    if (chosen.hidden) return;
+    Object.assign(chosen.style, placeOf(start, end, memory.tokens));
+    if (at < start || at >= end) moveTo(start);
   }
 
   return { element: h("div", {}, slider, preview, legendPart), draw, select };

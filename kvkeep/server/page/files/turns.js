@@ -56,7 +56,7 @@ export const nextNumber = (spans) => (turnNumbers(spans).at(-1) || 0) + 1;
 /** @param {Record<string, Span>} spans @param {string[]} texts @returns {Turn[]} */
 function namedTurns(spans, texts) {
   const numbers = turnNumbers(spans);
-  if (!numbers.length) return [];
+  if (!numbers.length && !spans.system && !spans.opening) return [];
   /** @param {string} label @param {Role} role @returns {Part[]} */
   const part = (label, role) => {
     const span = spans[label];

@@ -4,7 +4,8 @@ import { get, send } from "./api.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
-const MOST = 5; // forks of one session
+/** Changes of a session that can be undone: each keeps a fork. */
+export const MOST = 10;
 const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 
 /** @param {string} name */

@@ -8,13 +8,12 @@ import { signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { changeError } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
-import { sinceText, undo, wordOf } from "./undo.js";
+import { MOST, sinceText, undo, wordOf } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./undo.js").Step} Step */
 
 const TAIL = 64; // tokens
-const MOST = 5; // changes of a session
 const EDITS = ["delete", "edit", "insert", "rewind"]; // of any tokens, which need not be whole messages
 const ANYTHING = "Anything said";
 
