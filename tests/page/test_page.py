@@ -89,7 +89,7 @@ def expect_status(page: Page, text: str | re.Pattern[str]) -> None:
 def test_the_preview_follows_the_selection_and_unpin_what_is_pinned(
     page: Page, client: httpx.Client
 ) -> None:
-    name = create_fed_session(client, text=TEXT)
+    name = create_fed_session(client, WHOLE, TEXT[:600])
     show(page, name)
     unpin = page.get_by_role("button", name="Unpin", exact=True)
     select(page, 30, 34)

@@ -8,7 +8,7 @@ import { rangesOf } from "./turns.js";
 import { undoElement } from "./undo_button.js";
 import { undoNamesOf } from "./undo.js";
 
-/** @typedef {import("./session_change.js").Change} Change */
+/** @typedef {import("./inspector_change.js").Change} Change */
 
 /**
  * Creates the buttons for a whole session. update() shows what they would do now.

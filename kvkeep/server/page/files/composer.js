@@ -3,7 +3,6 @@
 import { beforeDraft } from "./chat_place.js";
 import { h, fill, showStatus } from "./dom.js";
 import { withFiles } from "./message_parts.js";
-import { watchSize } from "./message_size.js";
 
 const MAX_FILE_BYTES = 2_000_000;
 
@@ -47,6 +46,20 @@ function attachments(onChange) {
 }
 
 /**
+ * Returns the function of `watchSize`, which is loaded once there is a text. Without the server there is no warning.
+ * @param {() => import("./message_size.js").Room} room @param {(warning: string) => void} show
+ * @returns {(text: string) => void}
+ */
+function sizeMeter(room, show) {
+  /** @type {Promise<(text: string) => void> | null} */
+  let loading = null;
+  return (text) => {
+    if (text.trim()) loading ??= import("./message_size.js").then(({ watchSize }) => watchSize(room, show));
+    loading?.then((measure) => measure(text)).catch(() => {});
+  };
+}
+
+/**
  * Creates the message box.
  * @param {(text: string, typed: string) => void} onSend  typed: without the files, if there is more @param {() => void} onStop @param {() => void} onSettings
  * @param {() => import("./message_size.js").Room} room
@@ -54,7 +67,7 @@ function attachments(onChange) {
 export function composer(onSend, onStop, onSettings, room) {
   const input = h("textarea", { id: "words", rows: "1", placeholder: "Write a message (/)", title: "Enter sends, Shift+Enter starts a line" });
   const warning = h("p", { class: "size-warning", role: "status" });
-  const measure = watchSize(room, (text) => (warning.textContent = text));
+  const measure = sizeMeter(room, (text) => (warning.textContent = text));
   const measureAll = () => measure(withFiles(input.value, attached.files()));
   const onFiles = () => {
     input.focus();

@@ -1,11 +1,11 @@
 // The list of conversations at the left: search, open, rename, delete.
 
-import { ApiError, messageOf, send } from "./api.js";
-import { drop, keptOf, titleOf, titleParts } from "./chat_settings.js";
+import { ApiError, messageOf, NOT_LOADED, send } from "./api.js";
+import { keptOf, titleOf, titleParts } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { isUndoName, undoNamesOf } from "./undo.js";
+import { isUndoName } from "./undo.js";
 
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
 
@@ -187,7 +187,9 @@ function item(entry, depth, edits, reload) {
     if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return focusItem(name);
     const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).map((other) => other.dataset.name);
     const at = links.indexOf(name);
-    await deleteConversation(name, title);
+    const deletion = await import("./deletion.js").catch(() => null);
+    if (!deletion) return showStatus(NOT_LOADED, true);
+    await deletion.deleteConversation(name, title);
     await reload();
     if (document.activeElement === document.body) focusItem(links[at + 1] || links[at - 1] || "");
   };
@@ -196,36 +198,4 @@ function item(entry, depth, edits, reload) {
   const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", rename), button("Delete", remove)) : null;
   const indent = { paddingLeft: `${Math.min(depth, 4) * 14}px` };
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
-}
-
-// Deletes a session; an answer is stopped first. While the session is busy, tries again for three seconds.
-/** @param {string} name */
-async function deleteIdle(name) {
-  for (let tries = 1; ; tries += 1) {
-    try {
-      return await send("DELETE", `/v1/sessions/${name}`);
-    } catch (error) {
-      if (!(error instanceof ApiError) || error.status !== 409 || tries === 15) throw error;
-      await send("POST", `/v1/sessions/${name}/stop`); // an answer, if it is busy with one
-      await new Promise((resolve) => setTimeout(resolve, 200));
-    }
-  }
-}
-
-/** @param {string} name @param {string} title */
-async function deleteConversation(name, title) {
-  try {
-    const undoNames = await undoNamesOf(name);
-    if (location.hash === `#/chat/${name}`) {
-      const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
-      location.hash = "#/";
-      await left; // ends this page's requests; another view begins without a message
-    }
-    await deleteIdle(name);
-    for (const undo of undoNames) await send("DELETE", `/v1/sessions/${undo}`);
-    drop(name);
-    showStatus(`“${title}” was deleted.`);
-  } catch (error) {
-    showStatus(messageOf(error), true);
-  }
 }

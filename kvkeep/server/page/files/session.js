@@ -5,7 +5,7 @@ import { selectionBar, sessionButtons } from "./actions.js";
 import { fill, h, showStatus, title } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { fetchPieces } from "./pieces.js";
-import { Change } from "./session_change.js";
+import { Change } from "./inspector_change.js";
 import { factLine, originText } from "./session_facts.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { strip } from "./strip.js";
