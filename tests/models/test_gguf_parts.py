@@ -12,6 +12,8 @@ from tiny_gguf import tiny_llama, write_gguf
 from kvkeep import load_model
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
+from kvkeep.models.hub.library import pulled_models
+from kvkeep.models.hub.names import add_name, named_models
 from kvkeep.models.hub.source import local_folder, resolve
 
 
@@ -51,6 +53,33 @@ def test_missing_parts_are_named_in_the_error(parts: list[Path]) -> None:
     parts[1].unlink()
     with pytest.raises(BadModelFile, match=r"one of 3 parts .*: m-00002-of-00003\.gguf; fetch"):
         load_model(str(parts[0]))
+
+
+def test_split_model_of_links_is_the_model_of_its_files(parts: list[Path], tmp_path: Path) -> None:
+    """In the cache of the hub, files are named by digests and linked to under their names."""
+    linked = []
+    for index, part in enumerate(parts):
+        blob = part.rename(tmp_path / f"{index:064x}")
+        (tmp_path / "snapshot").mkdir(exist_ok=True)
+        linked.append(tmp_path / "snapshot" / part.name)
+        linked[-1].symlink_to(f"../{blob.name}")
+    folder = resolve(str(linked[1]), progress=False)
+    assert [local_folder(str(part)) for part in linked] == [folder] * 3
+    assert [model.name for model in pulled_models()] == [str(linked[0])]
+    add_name("mine", linked[0])
+    assert load_model("mine").folder == folder
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m-00001-of-00003.gguf"])
+def test_split_model_is_found_by_a_link_to_one_of_its_files(
+    parts: list[Path], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / name
+    link.symlink_to(parts[0])
+    add_name("mine", link)
+    assert named_models()["mine"].nbytes == sum(part.stat().st_size for part in parts)
+    assert resolve("mine", progress=False) == resolve(str(parts[1]), progress=False)
 
 
 def test_truncated_part_is_named_in_the_error(parts: list[Path], tmp_path: Path) -> None:

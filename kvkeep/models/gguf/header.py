@@ -25,7 +25,13 @@ _MAX_TENSOR_TYPES = 256  # GGML numbers its types from 0: no release has more th
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return the paths of a model's parts, in order. Raises BadModelFile if one is missing."""
+    """Return the paths of a model's parts, in order. Raises BadModelFile if one is missing.
+
+    The name of a part may be that of the file or, as in the hub's cache, of links to the files.
+    """
+    target = path.resolve()
+    if _PART_NAME.fullmatch(target.name):
+        path = target
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]

