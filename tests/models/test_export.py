@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import PoolingType
 from safetensors.torch import load_file
 from tiny_gguf import tiny_llama, write_gguf
 
 import kvkeep
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.convert import convert
+from kvkeep.models.spec.pooling import read_pooling
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packed import converted_path
 
@@ -32,6 +34,17 @@ def test_an_exported_folder_is_the_same_model(folder: Path, tmp_path: Path) -> N
     assert one.fingerprint == other.fingerprint
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(one.decoder.weights[name], x) for name, x in written.items())
+
+
+def test_an_exported_embedding_model_keeps_its_pooling(tmp_path: Path) -> None:
+    file = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_llama(num_hidden_layers=1),
+        edit=lambda writer: writer.add_pooling_type(PoolingType.LAST),
+    )
+    convert(file, tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out")
+    assert read_pooling(tmp_path / "out") == read_pooling(tmp_path / "own")
 
 
 def test_an_existing_folder_is_not_overwritten(folder: Path, tmp_path: Path) -> None:

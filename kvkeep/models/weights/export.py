@@ -15,6 +15,7 @@ from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.config_states import TILED_OUTPUT_FIELD
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.pooling import POOLING_FOLDER
 from kvkeep.models.text.template_files import ADDITIONAL_FOLDER
 from kvkeep.models.weights.checkpoint import decoder_names_by_stored_name, rope_row_order
 from kvkeep.models.weights.packed import converted_file, load_converted
@@ -70,7 +71,7 @@ def export(
                 is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
                 if path.is_file() and not is_conversion_file:
                     shutil.copy(path, partial_folder)
-                elif path.name == ADDITIONAL_FOLDER:
+                elif path.name in (ADDITIONAL_FOLDER, POOLING_FOLDER):
                     shutil.copytree(path, partial_folder / path.name)
             write_tensors(partial_folder / "model.safetensors", entries, chunks(), {"format": "pt"})
     except (OSError, StoreError) as error:
