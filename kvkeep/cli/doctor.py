@@ -24,7 +24,7 @@ _Facts = Iterator[tuple[str, str]]  # label and text of each line
 _DISK_FOLDERS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
     "downloads": ("interrupted model downloads", "kvkeep pull NAME"),
-    "packed": ("packed weights", "kvkeep models rm NAME"),
+    "packed": ("packed weights", "kvkeep models rm NAME | FOLDER"),
     "unpacked": ("unpacked weights for bf16", "kvkeep models rm NAME"),
     "prefixes": ("the prefix cache", "kvkeep prefixes gc | clear"),
     "calibrations": ("calibrations for compression", ""),

@@ -1,5 +1,6 @@
 """`kvkeep models` and `kvkeep pull`: list, name, show, fetch, export and remove models."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,13 @@ from kvkeep.cli.model_options import DTYPE_OPTION, WEIGHTS_OPTION, complete_mode
 from kvkeep.cli.options import JSON_OPTION, command, declare_options, option
 from kvkeep.cli.output import echo_facts, echo_json, echo_table, format_mb, say
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.library import LocalModel, home, pulled_models, remove_model
+from kvkeep.models.hub.library import (
+    LocalModel,
+    derived_folders,
+    home,
+    pulled_models,
+    remove_model,
+)
 from kvkeep.models.hub.names import add_name, name_path, named_models
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 
@@ -177,17 +184,19 @@ def export(name: str, folder: Path, dtype: str = DTYPE_OPTION, quiet: bool = _QU
 def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do not ask.")) -> None:
     """Remove models, and weights that were converted from them.
 
-    NAME is a name of `kvkeep models list`, or a folder. Of an added model, only the name is
-    removed. Original GGUF files, files in the hub's cache, and sessions are kept; a session can be
-    resumed once its model is back. In a terminal, asks for confirmation.
+    NAME is a name of `kvkeep models list`, or a folder; of your own folder, the packed weights that
+    --weights made are removed. Of an added model, only the name is removed. Your own folders and
+    GGUF files, files in the hub's cache, and sessions are kept; a session can be resumed once its
+    model is back. In a terminal, asks for confirmation.
     """
     added_names = named_models()
     # All names are looked up first: an unknown one raises before any model is removed.
-    to_remove = [_find_pulled_model(name) for name in names if name not in added_names]
+    to_remove = dict.fromkeys(_find_removable(name) for name in names if name not in added_names)
     if to_remove and not yes and sys.stdin.isatty():
         click.confirm(f"Remove {', '.join(model.name for model in to_remove)}?", abort=True)
     for model in to_remove:
-        kept_note = "" if model.path.is_relative_to(home()) else f"; {model.path} remains"
+        has_original = model.path.exists() and not model.path.is_relative_to(home())
+        kept_note = f"; {model.path} remains" if has_original else ""
         freed_size = format_mb(remove_model(model, progress=True))
         click.echo(f"removed {model.name}, {freed_size}{kept_note}")
     for name in added_names.keys() & set(names):
@@ -195,14 +204,17 @@ def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do n
         click.echo(f"removed the name {name}; {added_names[name].path} remains")
 
 
-def _find_pulled_model(name: str) -> LocalModel:
-    """Find a model on this machine by its name or folder. Raises ModelNotFound."""
+def _find_removable(name: str) -> LocalModel:
+    """Find a pulled model, or packed weights of another folder, by name. Raises ModelNotFound."""
     pulled = pulled_models()
     matches = [model for model in pulled if model.name == name]
     matches = matches or [model for model in pulled if name in (model.path.name, model.slug)]
     matches = matches or [model for model in pulled if model.path == local_folder(name)]
     if matches:
         return matches[0]
+    path = Path(os.path.expanduser(name)).resolve()  # it may be gone
+    if derived_folders(path):
+        return LocalModel(f"packed weights of {path}", path, 0, "", slug="", last_used=0)
     known = ", ".join(model.name for model in pulled) or "none"
     raise ModelNotFound(f"there is no model {name!r} on this machine; there is: {known}")
 

@@ -12,7 +12,7 @@ from lossy_basis import random_basis
 from topics import topic_text
 
 from kvkeep import load_model
-from kvkeep.models.hub.library import find_model, pulled_models, store_model
+from kvkeep.models.hub.library import find_model, packed_folder, pulled_models, store_model
 from kvkeep.storage.lossy.basis import add_basis
 from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.prefixes.inventory import BLOCK_FORMAT, BLOCK_KIND, stored_prompts
@@ -152,9 +152,10 @@ def test_a_model_is_removed_with_its_derived_files(
     made("one", "one")
     made("one-2", "one-2")
     made("far", "owner/far", hub)
-    for place in ("packed/one-0123456789abcdef", "unpacked/one-77-88", "packed/one-2-" + "0" * 16):
-        (own_home / place).mkdir(parents=True)
-        (own_home / place / "int4.safetensors").write_bytes(b"p" * 500)
+    packed = {model.slug: packed_folder(model.path) for model in pulled_models()}
+    for folder in (packed["one"], own_home / "unpacked" / "one-77-88", packed["one-2"]):
+        folder.mkdir(parents=True)
+        (folder / "int4.safetensors").write_bytes(b"p" * 500)
     refused = invoke("models", "rm", "one", "none")
     assert refused.exit_code == 2
     assert "on this machine; there is: owner/far, one, one-2" in refused.stderr
@@ -164,13 +165,50 @@ def test_a_model_is_removed_with_its_derived_files(
     assert disk["unpacked"] == 500
     assert invoke("models", "rm", "one").stdout.startswith("removed one, 0.0 MB")
     assert {model.slug for model in pulled_models()} == {"far", "one-2"}
-    assert [path.name for path in (own_home / "packed").iterdir()] == ["one-2-" + "0" * 16]
+    assert list((own_home / "packed").iterdir()) == [packed["one-2"]]
     assert list((own_home / "unpacked").iterdir()) == []
     removed = invoke("models", "rm", "owner/far", "one-2")
     assert f"removed owner/far, 0.0 MB; {hub} remains\n" in removed.stdout
     assert (hub / "model.safetensors").exists(), "the hub's cache is not ours"
     assert find_model("far") is None
     assert list((own_home / "models").iterdir()) == []
+
+
+def test_packed_weights_of_a_users_folder_are_removed(
+    invoke: Invoke, own_home: Path, tmp_path: Path
+) -> None:
+    """Also if the folder is gone. Those of a folder of the same name elsewhere stay."""
+    mine, gone, other = (tmp_path / name / "model" for name in ("a", "gone", "other"))
+    mine.mkdir(parents=True)
+    (mine / "config.json").write_text("{}")
+    for folder in (mine, gone, other):
+        packed_folder(folder).mkdir(parents=True)
+        (packed_folder(folder) / "int8.safetensors").write_bytes(b"p" * 500_000)
+    removed = invoke("models", "rm", mine, gone)
+    assert removed.stdout == (
+        f"removed packed weights of {mine}, 0.5 MB; {mine} remains\n"
+        f"removed packed weights of {gone}, 0.5 MB\n"
+    )
+    assert list((own_home / "packed").iterdir()) == [packed_folder(other)]
+    assert (mine / "config.json").exists()
+    assert invoke("models", "rm", mine).exit_code == 2
+
+
+def test_weights_that_were_derived_from_an_earlier_state_are_removed(
+    own_home: Path, tmp_path: Path
+) -> None:
+    """A changed GGUF file is converted to another folder; a repository has a newer snapshot."""
+    commits = [tmp_path / name for name in ("old", "new")]
+    slugs = ["file-1", "file-2"]
+    for slug, commit in zip(slugs, commits, strict=True):
+        commit.mkdir()
+        converted = store_model(slug, "file", "file", lambda _: None, progress=False)
+        snapshot = store_model("hub", "hub", "hub", lambda _, to=commit: to, False, refresh=True)
+        packed = [packed_folder(converted), packed_folder(snapshot)]
+        for folder in (*packed, own_home / "unpacked" / f"{slug}-1-2"):
+            folder.mkdir(parents=True)
+    assert sorted((own_home / "packed").iterdir()) == sorted(packed)
+    assert [path.name for path in (own_home / "unpacked").iterdir()] == ["file-2-1-2"]
 
 
 def test_disk_use_by_kind_adds_up(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:

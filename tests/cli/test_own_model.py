@@ -150,6 +150,33 @@ def test_name_that_is_taken_is_refused(invoke: Invoke, file: Path, tiny_folder: 
     assert f"mine is {file}; `kvkeep models rm mine` frees the name" in refused.stderr
 
 
+def test_other_files_among_the_names_are_ignored(
+    invoke: Invoke, file: Path, own_home: Path
+) -> None:
+    (own_home / "names").mkdir(parents=True)
+    for name in (".DS_Store", "notes"):
+        (own_home / "names" / name).write_text("")
+    assert invoke("models", "add", "mine", file).exit_code == 0
+    assert named_models().keys() == {"mine"}
+    refused = invoke("models", "add", "notes", file)
+    assert refused.exit_code == 2
+    assert f"{own_home / 'names' / 'notes'} is not a link to a model" in refused.stderr
+
+
+def test_repository_of_gguf_files_is_removed_by_its_name(
+    hub: HubServer, invoke: Invoke, start: Start, tmp_path: Path, own_home: Path
+) -> None:
+    with hub:
+        pull = start("pull", "owner/tiny", environment=environment(hub.url, tmp_path))
+        _, messages = pull.communicate()
+        assert pull.returncode == 0, messages
+    assert [model.name for model in pulled_models()] == ["owner/tiny:Q4_K_M"]
+    removed = invoke("models", "rm", "owner/tiny", "owner/tiny:Q4_K_M")
+    assert removed.stdout.startswith("removed owner/tiny:Q4_K_M, ")
+    assert removed.stdout.count("\n") == 1
+    assert list((own_home / "models").iterdir()) == []
+
+
 def test_only_models_can_have_a_name(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a model")
     (tmp_path / "folder").mkdir()

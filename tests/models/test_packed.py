@@ -79,6 +79,23 @@ def test_changed_weights_in_the_same_folder_are_packed_again(home: Path, tmp_pat
     assert not torch.equal(values(first), values(second))
 
 
+def test_packed_weights_of_earlier_states_of_a_folder_are_removed(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    other, other_tensors = folder_with(tmp_path / "other" / "model")
+    folder, tensors = folder_with(tmp_path / "model")
+    load_quantised(other, SPEC, "int8", other_tensors, progress=False)
+    for weights in ("int8", "int4"):
+        load_quantised(folder, SPEC, weights, tensors, progress=False)
+    assert len(list(home.rglob("*.safetensors"))) == 3
+    tensors = dict(packed_model(SPEC, None, seed=1).decoder.tensors)
+    save_file(tensors, folder / "model.safetensors")
+    load_quantised(folder, SPEC, "int8", tensors, progress=False)
+    assert [path.name for path in home.rglob("*.safetensors")] == ["int8.safetensors"] * 2
+    load_quantised(other, SPEC, "int8", {}, progress=False)  # those of its namesake are there
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "another model"])
 def test_a_damaged_file_is_named_in_the_error(home: Path, tmp_path: Path, damage: str) -> None:
     folder, tensors = folder_with(tmp_path / "model")

@@ -1,6 +1,7 @@
 """The folder of pulled and converted models. Each model is either complete or absent."""
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -25,8 +26,6 @@ LOCK_TIMEOUT = 3600.0  # seconds that a process waits for the lock: large downlo
 _RECORD_NAME = "kvkeep.json"
 # Version of the contents of a model's folder: models with an older one are converted again.
 _LAYOUT_VERSION = 7
-# Folders of packed and unpacked weights are called NAME-SUFFIX; the suffix tells outdated ones.
-_SUFFIX_PATTERNS = {"packed": r"[0-9a-f]{16}", "unpacked": r"[0-9]+-[0-9]+"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class LocalModel:
     path: Path  # a folder in Hugging Face layout, or the named GGUF file
     nbytes: int  # of its files
     source: str  # a pip requirement, a file or a hub id
-    slug: str  # the name of its folder in the library
+    slug: str  # the name of its folder in the library; "" outside the library
     last_used: float  # seconds since 1970
 
 
@@ -55,10 +54,14 @@ def home_is_set() -> bool:
 
 
 def pulled_models() -> list[LocalModel]:
-    """Return all complete models, by name."""
-    models = _models_folder()
-    names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
-    return [model for name in names if (model := find_model(name)) is not None]
+    """Return all complete models, by name. Second names of a model in the library are left out."""
+    models = [model for path in _model_paths() if (model := find_model(path.name)) is not None]
+    own_paths = {model_path(model.slug) for model in models}
+    return [
+        model
+        for model in models
+        if model.path not in own_paths or model.path == model_path(model.slug)
+    ]
 
 
 def find_model(slug: str) -> LocalModel | None:
@@ -66,7 +69,7 @@ def find_model(slug: str) -> LocalModel | None:
     record = _read_record(model_path(slug))
     if record is None:
         return None
-    folder = Path(record["folder"]) if record["folder"] else model_path(slug)
+    folder = Path(record["folder"] or model_path(slug))
     try:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
         last_used = model_path(slug).stat().st_mtime
@@ -104,20 +107,22 @@ def store_model(
 
     A lock admits one process at a time: a second one waits and reuses the first one's result. The
     model appears by one rename after all of it is on disk, so a crash cannot leave a partial model;
-    the next call removes leftovers, and models of the same source under other slugs. Raises
-    ModelError if the folder cannot be written, Locked if another process has held the lock for an
-    hour, and what `fill` raises.
+    the next call removes leftovers, and models of the same source under other slugs, with their
+    packed and unpacked weights. Raises ModelError if the folder cannot be written, Locked if
+    another process has held the lock for an hour, and what `fill` raises.
     """
     try:
         models_folder = _models_folder()
         models_folder.mkdir(parents=True, exist_ok=True)
         with _lock_library(home() / "pull.lock", progress):
-            stored_model = None if refresh else find_model(slug)
-            if stored_model is not None:
+            stored_model = find_model(slug)
+            if stored_model is not None and not refresh:
                 return stored_model.path
             sweep_partial_folders(models_folder)  # while locked, these are left over from crashes
             folder = _create(model_path(slug), name, source, fill)
             _drop_superseded(slug, source)
+            if stored_model is not None and stored_model.path != folder:
+                _remove_folders(derived_folders(stored_model.path))
             return folder
     except OSError as error:
         raise ModelError(
@@ -133,26 +138,56 @@ def remove_model(model: LocalModel, progress: bool) -> int:
     """
     try:
         with _lock_library(home() / "pull.lock", progress):
-            folders = [model_path(model.slug)]
-            for form in _SUFFIX_PATTERNS:
-                folders += derived_folders(form, model.path.name)
-            freed_bytes = sum(map(folder_size, folders))
-            for folder in folders:
-                if folder.is_dir():
-                    remove_folder(folder)
+            records = [path for path in _model_paths() if _folder_of(path) == model.path]
+            return _remove_folders([*records, *derived_folders(model.path)])
     except OSError as error:
         raise ModelError(f"{model.name} cannot be removed: {error}") from error
-    return freed_bytes
 
 
-def derived_folders(form: str, name: str) -> list[Path]:
-    """Return the folders of "packed" or "unpacked" weights of the model in folder `name`."""
-    paths, pattern = (home() / form).glob(f"{glob.escape(name)}-*"), _SUFFIX_PATTERNS[form]
-    return [path for path in paths if re.fullmatch(pattern, path.name.removeprefix(f"{name}-"))]
+def derived_folders(path: Path) -> list[Path]:
+    """Return the folders of packed and unpacked weights of the model in folder `path`."""
+    packed = packed_folder(path)
+    return [*([packed] if packed.is_dir() else []), *unpacked_folders(path.name)]
+
+
+def packed_folder(path: Path) -> Path:
+    """Return the folder for packed weights of the model in folder `path`. It may not exist."""
+    path = path.resolve()
+    digest = hashlib.sha256(bytes(path)).hexdigest()[:16]  # other folders may have the same name
+    return home() / "packed" / f"{path.name}-{digest}"
+
+
+def unpacked_folders(name: str) -> list[Path]:
+    """Return the folders of unpacked weights of a converted model in folder `name`.
+
+    Each is called NAME-SIZE-TIME, by the state of the converted file.
+    """
+    paths = (home() / "unpacked").glob(f"{glob.escape(name)}-*")
+    return [p for p in paths if re.fullmatch("[0-9]+-[0-9]+", p.name.removeprefix(f"{name}-"))]
 
 
 def _models_folder() -> Path:
     return home() / "models"
+
+
+def _model_paths() -> list[Path]:
+    """Return the folders in the library, by name."""
+    folder = _models_folder()
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _folder_of(path: Path) -> Path | None:
+    """Return the folder that holds the model of a folder in the library; None without a record."""
+    record = _read_record(path)
+    return None if record is None else Path(record["folder"] or path)
+
+
+def _remove_folders(folders: list[Path]) -> int:
+    """Remove folders. Return the number of bytes freed."""
+    freed_bytes = sum(map(folder_size, folders))
+    for folder in folders:
+        remove_folder(folder)
+    return freed_bytes
 
 
 def _create(target: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
@@ -214,7 +249,7 @@ def _lock_library(path: Path, progress: bool) -> Any:
 
 def _drop_superseded(slug: str, source: str) -> None:
     """Remove models of the same source under other slugs: conversions before edits of the file."""
-    for path in _models_folder().iterdir():
+    for path in _model_paths():
         record = _read_record(path)
         if record is not None and record["source"] == source and path.name != slug:
-            remove_folder(path)
+            _remove_folders([path, *derived_folders(path)])

@@ -18,7 +18,7 @@ def name_path(name: str) -> Path:
 def named_models() -> dict[str, LocalModel]:
     """Return the named files and folders. One that is gone has 0 bytes."""
     folder = name_path("")
-    links = sorted(folder.iterdir()) if folder.is_dir() else []
+    links = sorted(filter(Path.is_symlink, folder.iterdir())) if folder.is_dir() else []
     return {
         link.name: LocalModel(
             name=link.name,
@@ -51,6 +51,10 @@ def add_name(name: str, path: Path) -> None:
         name_path("").mkdir(parents=True, exist_ok=True)
         name_path(name).symlink_to(path.absolute())
     except FileExistsError:
+        if not name_path(name).is_symlink():
+            raise InvalidArgument(
+                f"{name_path(name)} is not a link to a model: remove it, or choose another name"
+            ) from None
         raise InvalidArgument(
             f"{name} is {name_path(name).readlink()}; `kvkeep models rm {name}` frees the name"
         ) from None

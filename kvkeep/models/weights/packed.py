@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
-from kvkeep.models.hub.library import derived_folders, home
+from kvkeep.models.hub.library import home, packed_folder, unpacked_folders
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -88,8 +88,9 @@ def load_quantised(
 ) -> dict[str, Matrix]:
     """Return a model's matrices quantised and packed, memory-mapped and verified.
 
-    They are packed from `tensors`, the decoder's, if no file has them, or if it is damaged. Raises
-    InvalidArgument, ModelError, BadModelFile.
+    They are packed from `tensors`, the decoder's, if no file has them, or if it is damaged; those
+    of earlier states of the folder are removed then. Raises InvalidArgument, ModelError,
+    BadModelFile.
     """
     formats, path = quantised_formats(spec, weight_format), _quantised_path(folder, weight_format)
     shapes = {name: shape for name, shape in matrix_shapes(spec).items() if name in formats}
@@ -101,6 +102,7 @@ def load_quantised(
         if read_checksum(path):  # otherwise another version has packed it
             message = f"{path} is damaged and is packed again from the model's tensors"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
+    _remove_outdated(packed_folder(folder).glob("*"), path)
 
     def chunks(name: str) -> Iterator[Matrix]:
         source_name = EMBEDDING if name == LM_HEAD and spec.tied_head else name
@@ -137,8 +139,7 @@ def load_unpacked(
     if path.exists():
         with contextlib.suppress(BadModelFile):  # cut short, or of another version
             return cast(dict[str, Tensor], read_packed(path, shapes))
-    for outdated in set(derived_folders("unpacked", converted.parent.name)) - {path.parent}:
-        shutil.rmtree(outdated, ignore_errors=True)
+    _remove_outdated(unpacked_folders(converted.parent.name), path)
 
     def chunks(name: str) -> Iterator[Matrix]:
         return (as_tensor(rows, dtypes[name]) for rows in row_chunks(packed[name]))
@@ -172,8 +173,16 @@ def _write_file(
 
 def _quantised_path(folder: Path, weight_format: str) -> Path:
     """Return a path under kvkeep's home for the quantised weights of a folder in this state."""
-    lines = [f"{folder.resolve()}"]
-    for path in sorted(folder.glob("*.safetensors")):
-        lines.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
+    lines = [
+        f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for path in sorted(folder.glob("*.safetensors"))
+    ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return home() / "packed" / f"{folder.name}-{digest}" / f"{weight_format}.safetensors"
+    return packed_folder(folder) / digest / f"{weight_format}.safetensors"
+
+
+def _remove_outdated(folders: Iterable[Path], path: Path) -> None:
+    """Remove the folders of derived weights, except that of the file `path`."""
+    for folder in folders:
+        if folder != path.parent:
+            shutil.rmtree(folder, ignore_errors=True)
