@@ -1,6 +1,11 @@
 """Models from repositories of the Hugging Face hub."""
 
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +15,21 @@ from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep import load_model
 from kvkeep.errors import BadModelFile, ModelNotFound, UnsupportedModel
-from kvkeep.models.hub.library import find_model, pulled_models
+from kvkeep.models.hub.library import find_model, pulled_models, remove_model
 from kvkeep.models.hub.repository import parse_hub_name
 from kvkeep.models.hub.source import local_folder, resolve
+
+INTERRUPTED = """
+import os, sys
+from kvkeep.models.hub.source import resolve
+
+def interrupt(event, arguments):
+    if event == "os.rename" and os.fsdecode(arguments[1]).endswith("packed.safetensors"):
+        raise KeyboardInterrupt
+
+sys.addaudithook(interrupt)
+resolve("owner/tiny:Q4_0", False)
+"""
 
 
 @pytest.fixture
@@ -232,7 +249,7 @@ def test_damaged_download_is_removed(hub: HubServer, gguf: Path, tmp_path: Path)
     hub.cut_after = 0
     with pytest.raises(ModelNotFound, match="hub cannot be reached"):
         resolve("owner/tiny:Q4_0", progress=False)
-    (download,) = (tmp_path / "home" / "downloads" / "owner--tiny--Q4_0").iterdir()
+    (download,) = (tmp_path / "home" / "downloads").rglob("*.gguf")
     download.write_bytes(b"other content")
     hub.cut_after = None
     with pytest.raises(BadModelFile, match=r"m-Q4_0\.gguf has sha256"):
@@ -249,3 +266,117 @@ def test_unsupported_architecture_is_refused_before_the_download(
     with pytest.raises(UnsupportedModel, match="the GGUF architecture 'mamba' is not supported"):
         resolve("owner/tiny:Q4_0", progress=False)
     assert hub.downloads == []
+
+
+def test_complete_download_is_not_fetched_again_after_an_interrupted_conversion(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    target = hub.folder / "owner" / "tiny"
+    target.mkdir(parents=True)
+    write_gguf(target / "m-Q4_0.gguf", tiny_llama(num_hidden_layers=1), in_a_part=5)
+    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+    child = subprocess.run([sys.executable, "-c", INTERRUPTED], env=variables, check=False)
+    assert child.returncode == -signal.SIGINT
+    assert len(hub.downloads) == 3
+    resolve("owner/tiny:Q4_0", progress=False)
+    assert len(hub.downloads) == 3
+    assert list((tmp_path / "home" / "downloads").iterdir()) == []
+
+
+def test_download_that_cannot_be_converted_is_removed(hub: HubServer, tmp_path: Path) -> None:
+    target = hub.folder / "owner" / "tiny"
+    target.mkdir(parents=True)
+    write_gguf(target / "m-Q4_0.gguf", tiny_llama(num_hidden_layers=1), "clip")
+    with pytest.raises(UnsupportedModel, match="projector"):
+        resolve("owner/tiny:Q4_0", progress=False)
+    assert hub.downloads == [("m-Q4_0.gguf", 0)]
+    assert list((tmp_path / "home" / "downloads").iterdir()) == []
+
+
+def test_file_beyond_the_limit_of_downloads_is_refused_before_the_download(
+    hub: HubServer, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE", 1000)
+    publish(hub, gguf, "m-Q4_0.gguf")
+    message = r"files of up to .* run `hf download owner/tiny m-Q4_0\.gguf --local-dir \.`"
+    with pytest.raises(ModelNotFound, match=message):
+        resolve("owner/tiny:Q4_0", progress=False)
+    assert hub.downloads == []
+
+
+def publish_folder(hub: HubServer, folder: Path, **config: object) -> Path:
+    target = hub.folder / "owner" / "tiny"
+    shutil.copytree(folder, target)
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**values, **config}))
+    return target
+
+
+UNSUPPORTED = {"architectures": ["Mamba2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    "config", [UNSUPPORTED, {"quantization_config": {"quant_method": "fp8"}}], ids=["mamba", "fp8"]
+)
+def test_unsupported_folder_is_refused_before_its_weights_are_fetched(
+    hub: HubServer, tiny_folder: Path, config: dict[str, object]
+) -> None:
+    publish_folder(hub, tiny_folder, **config)
+    with pytest.raises(UnsupportedModel):
+        resolve("owner/tiny", progress=False, refresh_hub=True)
+    assert {name for name, _ in hub.downloads} >= {"config.json", "tokenizer.json"}
+    assert "model.safetensors" not in {name for name, _ in hub.downloads}
+    assert pulled_models() == []
+
+
+def test_folder_without_a_tokenizer_is_refused_before_its_weights_are_fetched(
+    hub: HubServer, tiny_folder: Path
+) -> None:
+    (publish_folder(hub, tiny_folder) / "tokenizer.json").unlink()
+    with pytest.raises(BadModelFile, match=r"no tokenizer\.json, and kvkeep reads no other"):
+        resolve("owner/tiny", progress=False)
+    assert "model.safetensors" not in {name for name, _ in hub.downloads}
+
+
+def test_unsupported_folder_is_fetched_for_transformers(hub: HubServer, tiny_folder: Path) -> None:
+    publish_folder(hub, tiny_folder, **UNSUPPORTED)
+    folder = resolve("owner/tiny", progress=False, any_architecture=True)
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_only_the_weights_that_belong_to_the_folder_are_fetched(
+    hub: HubServer, tiny_folder: Path, is_sharded: bool
+) -> None:
+    target = publish_folder(hub, tiny_folder)
+    if is_sharded:
+        (target / "model.safetensors").unlink()
+        tiny_llama(num_hidden_layers=1).save_pretrained(target, max_shard_size="1MB")
+    weights = {path.name for path in target.glob("*.safetensors")}
+    assert (len(weights) > 1) == is_sharded
+    for other in ("consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx"):
+        (target / other).parent.mkdir(exist_ok=True)
+        (target / other).write_bytes(b"other")
+    resolve("owner/tiny", progress=False)
+    fetched = {name for name, _ in hub.downloads}
+    assert {name for name in fetched if not name.endswith((".json", ".jinja"))} == weights
+
+
+def test_folder_without_safetensors_is_not_a_model(hub: HubServer, tiny_folder: Path) -> None:
+    target = publish_folder(hub, tiny_folder)
+    (target / "model.safetensors").rename(target / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"no model\.safetensors in 'owner/tiny'.*GGUF"):
+        resolve("owner/tiny", progress=False)
+    assert pulled_models() == []
+
+
+def test_model_is_listed_and_removed_once_with_its_repositorys_name(
+    hub: HubServer, gguf: Path, tmp_path: Path
+) -> None:
+    publish(hub, gguf, "m-Q4_0.gguf")
+    folder = resolve("owner/tiny", progress=False)
+    (model,) = pulled_models()
+    assert (model.name, model.path) == ("owner/tiny:Q4_0", folder)
+    assert remove_model(model, progress=False) > gguf.stat().st_size // 2
+    assert list((tmp_path / "home" / "models").iterdir()) == []
+    assert local_folder("owner/tiny") is None

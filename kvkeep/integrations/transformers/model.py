@@ -162,12 +162,13 @@ def load_pretrained(
 ) -> TransformersModel:
     """Load a model by transformers. name: in snapshots. model: a name or path, as in `resolve`.
 
-    Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument.
+    Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument, and ModelError if
+    transformers needs another package to read it.
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
     target_device = resolve_device(device)
     limit_torch_threads()
-    folder = resolve(model, progress)
+    folder = resolve(model, progress, any_architecture=True)
     if converted_file(folder) is not None:
         raise UnsupportedModel(
             f"{model} has packed weights, which transformers cannot read: unpack it with `kvkeep "

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ _HUB_NAME = re.compile(
     r"(?:(?:https?:/{1,2})?(?:huggingface\.co|hf\.co)/)?"
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?/?"
 )
-_FOLDER_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]  # of a folder; the rest is its weights
 _PART_AND_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 # Files beside models: projectors for images, and importance matrices.
 _NOT_MODEL_NAME = re.compile("mmproj|imatrix", re.IGNORECASE)
@@ -40,15 +40,37 @@ def parse_hub_name(model: str) -> tuple[str, str | None] | None:
     return match[1], quantisation
 
 
-def download_folder(repository: str, _unused: Path, progress: bool) -> Path:
+def download_folder(
+    repository: str,
+    _unused: Path,
+    progress: bool,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> Path:
     """Fetch the missing files of a repository into the hub's own cache; return their folder.
 
-    _unused: the folder that `store_model` passes. Raises ModelNotFound for every failure.
+    _unused: the folder that `store_model` passes. check: raises an exception for a folder that is
+        not to be completed, before its weights are downloaded.
+
+    Raises ModelNotFound for every failure of a download, and BadModelFile.
     """
     from huggingface_hub import snapshot_download
 
+    from kvkeep.models.weights.tensors import weight_files
+
     with _hub_request(repository, progress):
-        return Path(snapshot_download(repository, allow_patterns=_FOLDER_PATTERNS))
+        folder = Path(snapshot_download(repository, allow_patterns=_SMALL_FILES))
+    check(folder)
+    files = weight_files(folder)
+    with _hub_request(repository, progress):
+        snapshot_download(repository, revision=folder.name, allow_patterns=files)
+    missing = [name for name in files if not (folder / name).exists()]
+    if missing:
+        raise ModelNotFound(
+            f"the Hugging Face hub has no {missing[0]} in {repository!r}, or cannot be reached; "
+            "kvkeep reads weights from safetensors or GGUF files: name another repository, or pull "
+            "again when there is a network"
+        )
+    return folder
 
 
 def default_quantisation(repository: str) -> str | None:
@@ -77,11 +99,12 @@ def default_quantisation(repository: str) -> str | None:
 def download_gguf(repository: str, quantisation: str, folder: Path, progress: bool) -> Path:
     """Download a GGUF model into `folder`, resuming earlier downloads; return its first file.
 
-    Files are named by their digests until all are complete. huggingface_hub's own functions resume
-    a download within one process only. Raises ModelNotFound, BadModelFile, and UnsupportedModel
-    before anything is downloaded.
+    They are in a subfolder named by their digests, so that a download of other contents is not
+    continued. huggingface_hub's own functions resume a download within one process only. Raises
+    ModelNotFound, BadModelFile, and UnsupportedModel before anything is downloaded.
     """
     from huggingface_hub import hf_hub_url
+    from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -91,11 +114,17 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
     files = _choose_files(repository, quantisation, _gguf_models(info))
     if family := (info.gguf or {}).get("architecture"):
         check_arch(family)
+    if any((file.size or 0) > MAX_HTTP_DOWNLOAD_SIZE for file in files):
+        names = " ".join(file.rfilename for file in files)
+        raise ModelNotFound(
+            f"kvkeep downloads files of up to {MAX_HTTP_DOWNLOAD_SIZE / 1e9:.0f} GB: run `hf "
+            f"download {repository} {names} --local-dir .`, and pass the path of the file"
+        )
+    digests = [file.lfs.sha256 if file.lfs else str(file.blob_id) for file in files]
+    folder /= hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    paths_and_targets = []
-    for file in files:
-        name = Path(file.rfilename).name
-        path = folder / (file.lfs.sha256 if file.lfs else str(file.blob_id))
+    paths = [folder / Path(file.rfilename).name for file in files]
+    for file, path in zip(files, paths, strict=True):
         with path.open("ab") as download, _hub_request(repository, progress):
             http_get(
                 hf_hub_url(repository, file.rfilename, revision=info.sha),
@@ -103,25 +132,22 @@ def download_gguf(repository: str, quantisation: str, folder: Path, progress: bo
                 resume_size=download.tell(),
                 headers=build_hf_headers(),
                 expected_size=file.size,
-                displayed_filename=name,
+                displayed_filename=path.name,
             )
         if file.lfs:
-            check_sha256(path, file.lfs.sha256, name)
-        paths_and_targets.append((path, folder / name))
-    for path, target in paths_and_targets:
-        path.rename(target)
-    return paths_and_targets[0][1]
+            check_sha256(path, file.lfs.sha256)
+    return paths[0]
 
 
-def check_sha256(path: Path, expected: str, name: str) -> None:
+def check_sha256(path: Path, expected: str) -> None:
     """Raise BadModelFile for a download with another digest, and remove it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected:
         path.unlink()
         raise BadModelFile(
-            f"{name} has sha256 {digest}, expected {expected}: it is damaged or not the published "
-            "file. Pull again; if this happens again, do not trust the source"
+            f"{path.name} has sha256 {digest}, expected {expected}: it is damaged or not the "
+            "published file. Pull again; if this happens again, do not trust the source"
         )
 
 

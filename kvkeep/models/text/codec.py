@@ -34,8 +34,9 @@ class TextCodec:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise BadModelFile(
-                f"{folder} has no tokenizer.json; fetch the model again, or save its tokenizer "
-                "in that format"
+                f"{folder} has no tokenizer.json, and kvkeep reads no other tokenizer of a folder: "
+                "save it in that format (`save_pretrained` of transformers does), or use a GGUF "
+                "file of the model"
             )
         # The library raises bare Exception for every fault of the file.
         try:

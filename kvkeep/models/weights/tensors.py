@@ -71,6 +71,12 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files that belong to a folder. Raises BadModelFile."""
+    has_index = (folder / _INDEX_FILE).exists()
+    return sorted(set(_indexed_files(folder).values())) if has_index else [_SINGLE_FILE]
+
+
 def is_router(name: str) -> bool:
     """Whether a matrix routes tokens to experts. It is never quantised: errors change experts."""
     return name.endswith(_ROUTERS)
@@ -153,13 +159,19 @@ def _names_by_file(folder: Path) -> dict[Path, list[str]]:
             f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; kvkeep reads weights from "
             "safetensors or a .gguf file: fetch the model in one of these formats"
         )
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BadModelFile(f"{index_path} has no weight_map; fetch the model again")
     names_by_file: dict[Path, list[str]] = {}
-    for name, file_name in weight_map.items():
-        names_by_file.setdefault(folder / str(file_name), []).append(name)
+    for name, file_name in _indexed_files(folder).items():
+        names_by_file.setdefault(folder / file_name, []).append(name)
     return names_by_file
+
+
+def _indexed_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the index of a folder states. Raises BadModelFile."""
+    path = folder / _INDEX_FILE
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadModelFile(f"{path} has no weight_map; fetch the model again")
+    return {name: str(file_name) for name, file_name in weight_map.items()}
 
 
 def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
