@@ -1,19 +1,32 @@
 """`--model transformers:FOLDER`, and groups, prefix stores and engines on such a model."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
 from benchmarks.architectures import small_model
 from kvkeep import PrefixStore, SessionGroup
 from kvkeep.engine import Engine, GenerationRequest
-from kvkeep.errors import InvalidArgument, UnsupportedModel
+from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, UnsupportedModel
 from kvkeep.model import Model
 from kvkeep.model_facts import model_facts
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +54,55 @@ def test_a_packed_model_is_refused_with_a_remedy() -> None:
         kvkeep.load_model("transformers:anything", weights="int8")
     with pytest.raises(InvalidArgument, match="after it is loaded"):
         model_facts("transformers:anything")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_without_all_tensors_is_refused(
+    tiny_folder: Path, tmp_path: Path, tied: bool
+) -> None:
+    """transformers would leave them random. A tied head needs none of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    model.save_pretrained(folder)
+    assert kvkeep.load_model(f"transformers:{folder}").spec.layers == 1
+    tensors = load_file(folder / "model.safetensors")
+    assert ("lm_head.weight" in tensors) != tied
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    message = r"lacks 1 tensors of a LlamaForCausalLM, among them model\.layers\.0\.mlp\.up_proj"
+    with pytest.raises(BadModelFile, match=message):
+        kvkeep.load_model(f"transformers:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"intermediate_size": 50}, BadModelFile, r"cannot load .* \(RuntimeError: "),
+        ({"num_attention_heads": 0}, BadModelFile, r"\(ZeroDivisionError: .*check its config"),
+        ({"hidden_act": "nonsense"}, BadModelFile, r"\(KeyError: 'nonsense'\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, ModelError, "pip install gptqmodel"),
+        (None, BadModelFile, r"\(SafetensorError: .*fetch the model again"),
+    ],
+    ids=["another shape", "no heads", "unknown activation", "missing package", "truncated"],
+)
+def test_what_transformers_cannot_load_is_a_model_error(
+    tiny_folder: Path,
+    tmp_path: Path,
+    config: dict[str, object] | None,
+    error: type[ModelError],
+    message: str,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    if config is None:
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **(config or {})}))
+    with pytest.raises(ModelError, match=message) as raised:
+        kvkeep.load_model(f"transformers:{folder}")
+    assert type(raised.value) is error
 
 
 def test_a_group_generates_the_same_as_each_session_alone(transformers_model: Model) -> None:

@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as hf_logging
 
 from kvkeep import validation
-from kvkeep.errors import BadModelFile, InvalidArgument, KvkeepError, UnsupportedModel
+from kvkeep.errors import (
+    BadModelFile,
+    InvalidArgument,
+    KvkeepError,
+    ModelError,
+    UnsupportedModel,
+)
 from kvkeep.executors import ComputePath
 from kvkeep.integrations.transformers.executor import TransformersExecutor, require_agreement
 from kvkeep.integrations.transformers.forward_hooks import hook_forward
@@ -177,15 +183,27 @@ def load_pretrained(
     bars_were_shown = hf_logging.is_progress_bar_enabled()
     _show_progress_bars(progress)
     try:
-        transformers_model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], local_files_only=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise BadModelFile(f"transformers cannot load {folder}: {error}") from error
+    except ImportError as error:
+        raise ModelError(
+            f"transformers cannot load {folder} with the packages that are installed: {error}"
+        ) from error
+    except Exception as error:  # of many types, from the checks of each config, and of safetensors
+        raise BadModelFile(
+            f"transformers cannot load {folder} ({type(error).__name__}: {error}); check its "
+            "config.json, or fetch the model again"
+        ) from error
     finally:
         _show_progress_bars(bars_were_shown)
-    # The stub of `to` lacks devices.
-    transformers_model.to(target_device).eval()  # type: ignore[arg-type]
+    transformers_model, loading_info = loaded
+    if missing := sorted(loading_info["missing_keys"]):  # transformers leaves them random
+        raise BadModelFile(
+            f"{folder} lacks {len(missing)} tensors of a {type(transformers_model).__name__}, "
+            f"among them {', '.join(missing[:3])}; fetch the model again"
+        )
+    transformers_model.to(target_device).eval()
     return from_transformers(transformers_model, folder, name)
 
 
