@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import transformers
@@ -43,10 +43,8 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprin
 from kvkeep.types import DtypeName
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different architectures
-# For each tokenizer: its size, and kvkeep's codec with the folder of the codec's files.
-_CODECS: WeakKeyDictionary[
-    PreTrainedTokenizerBase, tuple[int, TextCodec, TemporaryDirectory[str]]
-] = WeakKeyDictionary()
+# For each tokenizer: its settings, and kvkeep's codec.
+_CODECS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, TextCodec]] = WeakKeyDictionary()
 _EXECUTOR_ATTRIBUTE = "_kvkeep_executor"  # of a transformers model
 # Config keys that do not change the contents of cells.
 _NOT_FINGERPRINTED = (
@@ -147,20 +145,29 @@ def from_transformers(
     if isinstance(tokenizer, str | Path):
         return TransformersModel(name, executor, TextCodec.open(Path(tokenizer)))
     kvkeep_model = TransformersModel(name, executor, _codec_of(tokenizer))
-    kvkeep_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
+    kvkeep_model.tokenizer = tokenizer
     return kvkeep_model
 
 
 def _codec_of(tokenizer: PreTrainedTokenizerBase) -> TextCodec:
-    """Return kvkeep's codec for a tokenizer. Its files are deleted with the tokenizer."""
-    size = len(tokenizer)
-    known_size, codec, _ = _CODECS.get(tokenizer, (None, None, None))
-    if codec is None or known_size != size:  # tokens may have been added
+    """Return kvkeep's codec for a tokenizer, a new one if its settings changed."""
+    settings = _settings_of(tokenizer)
+    known_settings, codec = _CODECS.get(tokenizer, (None, None))
+    if codec is None or known_settings != settings:
         folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
         tokenizer.save_pretrained(folder.name)
         codec = TextCodec.open(Path(folder.name))
-        _CODECS[tokenizer] = size, codec, folder
+        finalize(codec, folder.cleanup)  # a codec reads its files later, too
+        _CODECS[tokenizer] = settings, codec
     return codec
+
+
+def _settings_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what users change in a loaded tokenizer, as text."""
+    # Of an empty text, the ids are those that are added to every text, such as BOS.
+    added_ids, added_tokens = tokenizer.encode(""), tokenizer.added_tokens_decoder
+    parts = (len(tokenizer), added_tokens, tokenizer.special_tokens_map, added_ids)
+    return repr((*parts, tokenizer.chat_template))
 
 
 def load_pretrained(
