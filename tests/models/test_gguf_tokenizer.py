@@ -4,6 +4,7 @@ import inspect
 import json
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFWriter
@@ -78,6 +79,8 @@ def write(path: Path, kind: str, pre: str | None, **fields: object) -> GgufFile:
         writer.add_eos_token_id(fields["eos"])
     if "add_bos" in fields:
         writer.add_add_bos_token(bool(fields["add_bos"]))
+    if "add_eos" in fields:
+        writer.add_add_eos_token(bool(fields["add_eos"]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -120,21 +123,26 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("pre", "fields", "opening"),
+    ("pre", "fields", "opening", "closing"),
     [
-        ("gpt-2", {}, []),
-        ("gpt-2", {"add_bos": True}, [260]),
-        ("llama-bpe", {}, [260]),
-        ("llama-bpe", {"add_bos": False}, []),
+        ("gpt-2", {}, [], []),
+        ("gpt-2", {"add_bos": True}, [260], []),
+        ("llama-bpe", {}, [260], []),
+        ("llama-bpe", {"add_bos": False}, [], []),
+        ("qwen2", {"eos": 260}, [], []),
+        ("qwen2", {"eos": 260, "add_eos": False}, [], []),
+        ("qwen2", {"eos": 260, "add_eos": True}, [], [260]),  # as of Qwen3-Embedding
+        ("llama-bpe", {"eos": 256, "add_eos": True}, [260], [256]),
+        ("qwen2", {"add_eos": True}, [], []),
     ],
 )
-def test_bos_is_prepended_only_if_configured(
-    tmp_path: Path, pre: str, fields: dict[str, bool], opening: list[int]
+def test_bos_and_eos_are_added_only_if_configured(
+    tmp_path: Path, pre: str, fields: dict[str, Any], opening: list[int], closing: list[int]
 ) -> None:
     tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", pre, **fields))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     codec = TextCodec.open(tmp_path)
-    assert codec.opening_ids == opening
+    assert (codec.opening_ids, codec.closing_ids) == (opening, closing)
     assert len(codec.encode("x")) == 1
 
 

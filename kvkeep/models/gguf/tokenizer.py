@@ -62,8 +62,9 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     _add_special_tokens(tokenizer, vocabulary)
     add_bos = kind != "gpt2" or PRE_TOKENIZERS[pre_tokenizer_name].add_bos
     # Some files of Gemma 4 wrongly state that they have no BOS; llama.cpp ignores that as well.
-    if kind == "gemma4" or file.boolean("tokenizer.ggml.add_bos_token", add_bos):
-        _prepend_bos(tokenizer, vocabulary)
+    add_bos = kind == "gemma4" or file.boolean("tokenizer.ggml.add_bos_token", add_bos)
+    add_eos = file.boolean("tokenizer.ggml.add_eos_token", default=False)
+    _add_around_texts(tokenizer, vocabulary, add_bos, add_eos)
     return tokenizer
 
 
@@ -179,9 +180,19 @@ def _strips_following_space(token: str, file: GgufFile) -> bool:
     return is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
-def _prepend_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    bos_id = special_token_id(vocabulary.file, "bos")
-    if bos_id is not None:
-        # By an alias: TemplateProcessing parses token texts, and fails for some with a colon.
-        alias = {"id": "bos", "ids": [bos_id], "tokens": [vocabulary.tokens[bos_id]]}
-        tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[alias])
+def _add_around_texts(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, add_bos: bool, add_eos: bool
+) -> None:
+    """Add BOS before a whole text and EOS, which embedding models are trained with, behind it."""
+    wanted = {"bos": add_bos, "eos": add_eos}
+    ids = {role: special_token_id(vocabulary.file, role) for role in wanted if wanted[role]}
+    # By aliases: TemplateProcessing parses token texts, and fails for some with a colon.
+    aliases = [
+        {"id": role, "ids": [token_id], "tokens": [vocabulary.tokens[token_id]]}
+        for role, token_id in ids.items()
+        if token_id is not None
+    ]
+    if aliases:
+        names = {alias["id"] for alias in aliases}
+        pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in names]
+        tokenizer.post_processor = TemplateProcessing(single=pieces, special_tokens=aliases)
