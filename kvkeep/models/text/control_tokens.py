@@ -8,7 +8,6 @@ in a template that deletes "/think", has no secret name and stays text.
 """
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.models.text.alternation import alternation
 from kvkeep.models.text.template_texts import TemplateTexts
 
 _LONG_TEXT = 10_000  # characters
@@ -74,7 +74,7 @@ class ControlTokens:
         }
         self._secret_names, self._placeholder_digits = names, digits
         self._ids_by_name = {name: self._ids_by_text[text] for text, name in names.items()}
-        self._text_pattern, self._name_pattern = _alternation(names), _alternation(names.values())
+        self._text_pattern, self._name_pattern = alternation(names), alternation(names.values())
         self._seal, self._unseal = _replacer(names), _replacer(_inverted(names))
         self._insert_placeholders = _replacer(placeholders)
         self._remove_placeholders = _replacer(_inverted(placeholders))
@@ -181,14 +181,9 @@ def _inverted(mapping: Mapping[str, str]) -> dict[str, str]:
     return {value: key for key, value in mapping.items()}
 
 
-def _alternation(texts: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for any of the texts, the longest first, as tokenizers match."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
 def _replacer(replacements: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function that replaces each key in a text by its value."""
-    pattern = _alternation(replacements)
+    pattern = alternation(replacements)
     return lambda text: pattern.sub(lambda match: replacements[match[0]], text)
 
 
