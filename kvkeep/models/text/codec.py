@@ -13,6 +13,7 @@ from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens, encoded_ids
+from kvkeep.models.text.tekken import correct_words
 from kvkeep.models.text.template_files import template_source
 from kvkeep.models.text.token_bytes import TokenBytes
 
@@ -45,6 +46,7 @@ class TextCodec:
             raise BadModelFile(
                 f"{path} is not a valid tokenizer ({error}); fetch the model again"
             ) from error
+        correct_words(tokenizer, folder)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(folder, tokenizer)
