@@ -1,13 +1,15 @@
 """The forms in which models write calls of tools, by the marker that begins them."""
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvkeep.chat.gemma_calls import read_gemma_call
 from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value, stream_object
-from kvkeep.chat.python_calls import read_python_calls
+from kvkeep.chat.messages import ToolCall
+from kvkeep.chat.python_calls import is_python_call, read_python_calls, write_python_calls
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 from kvkeep.chat.tagged_calls import FUNCTION, GLM_MARKERS, read_function_tag, read_glm_call
@@ -29,6 +31,15 @@ class CallForm:
     opener: str
     markers: tuple[str, ...]
     read: Callable[[AnswerReading], Steps[None]]
+
+
+@dataclass(frozen=True)
+class CallText:
+    """A form in which calls are written into the text of a message, between two markers."""
+
+    start: str
+    end: str
+    write: Callable[[Sequence[ToolCall]], str]
 
 
 def _close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:
@@ -153,6 +164,26 @@ def _read_python(reading: AnswerReading, *ends: str) -> Steps[None]:
     yield from _close_block(reading, calls_before, *ends)
 
 
+def _read_lfm2(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read a list of calls as in Python or, if the system text asks for it, of JSON objects."""
+    calls_before = reading.call_count
+    yield from reading.skip_space()
+    yield from reading.take("[")
+    if (yield from reading.skip_space()) == "{":
+        yield from read_json_calls(reading, (end,))
+    else:
+        yield from read_python_calls(reading)
+    yield from _close_block(reading, calls_before, end)
+
+
+def _write_lfm2(calls: Sequence[ToolCall]) -> str:
+    """Return calls as `_read_lfm2` reads them."""
+    if all(map(is_python_call, calls)):
+        return write_python_calls(calls)
+    objects = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    return json.dumps(objects, ensure_ascii=False)
+
+
 def _read_gemma(reading: AnswerReading, quote: str, end: str) -> Steps[None]:
     calls_before = reading.call_count
     yield from read_gemma_call(reading, quote)
@@ -200,6 +231,10 @@ DEEPSEEK = CallForm(
 DEEPSEEK_CALL = CallForm(_DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True))
 OLMO = _python_form("<function_calls>", "</function_calls>")
 TOOL_CODE = _python_form("```tool_code", _FENCE)
+_LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
+LFM2 = CallForm(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1]))
+LFM2_TEXT = CallText(*_LFM2, _write_lfm2)
+NEMOTRON2 = _json_form("<TOOLCALL>", "</TOOLCALL>")
 FENCED_JSON = CallForm("```json", (), _read_fenced_json)
 GEMMA = _gemma_form("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = _gemma_form("<start_function_call>", "<end_function_call>", "<escape>")

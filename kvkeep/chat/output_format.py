@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from kvkeep.chat import call_syntax as forms
-from kvkeep.chat.call_syntax import CallForm
+from kvkeep.chat.call_syntax import CallForm, CallText
 from kvkeep.chat.channels import CHANNEL_MARKERS
 from kvkeep.errors import InvalidArgument
 
@@ -30,6 +30,7 @@ class OutputFormat:
     bare_json: whether a JSON object that is the whole answer may be a call.
     channels: whether the answer is messages in channels.
     control_markers: the markers that are control tokens, so that their text is no marker.
+    call_text: the form of calls in the history, if chat templates of these models know none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class OutputFormat:
     bare_json: bool = False
     channels: bool = False
     control_markers: frozenset[str] = frozenset()
+    call_text: CallText | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -103,6 +105,8 @@ _FORMATS = (
         wrappers=(BlockMarkers("<response>", "</response>"),),
     ),
     OutputFormat("olmo3", calls=(forms.OLMO, forms.TAGGED)),
+    OutputFormat("lfm2", calls=(forms.LFM2, forms.TAGGED), call_text=forms.LFM2_TEXT),
+    OutputFormat("nemotron2", calls=(forms.NEMOTRON2, forms.TAGGED)),
 )
 FORMATS = {output_format.name: output_format for output_format in _FORMATS}
 
@@ -122,13 +126,18 @@ _BY_TEMPLATE = (
     ("qwen3-coder", ("<function=", "<parameter=")),
     ("glm", ("<arg_key>",)),
     ("olmo3", ("<function_calls>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("nemotron2", ("<TOOLCALL>",)),
     ("granite", ("<|tool_call|>",)),
     ("granite", ("<|start_of_role|>",)),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("gemma3", ("<start_of_turn>",)),
 )
-_BY_CONTROL_TOKENS = ("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek")
+_BY_CONTROL_TOKENS = (
+    *("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek", "lfm2"),
+)
 
 
 def format_by_name(name: str, control_texts: Collection[str] = ()) -> OutputFormat:

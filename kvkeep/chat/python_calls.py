@@ -2,8 +2,11 @@
 
 import json
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kvkeep.chat.json_text import JsonText
+from kvkeep.chat.messages import ToolCall
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
@@ -149,6 +152,33 @@ def _read_escape(reading: AnswerReading) -> Steps[str]:
 def json_string_part(text: str) -> str:
     """Return a text as it stands inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def write_python_calls(calls: Iterable[ToolCall]) -> str:
+    """Return calls as a list, in the form that `read_python_calls` reads."""
+    return f"[{', '.join(map(_call_text, calls))}]"
+
+
+def is_python_call(call: ToolCall) -> bool:
+    """Whether the name and the keys of a call can be written as names."""
+    return bool(_NAME.fullmatch(call.name)) and all(map(_KEY.fullmatch, call.arguments))
+
+
+def _call_text(call: ToolCall) -> str:
+    values = (f"{key}={_literal(value)}" for key, value in call.arguments.items())
+    return f"{call.name}({', '.join(values)})"
+
+
+def _literal(value: Any) -> str:
+    """Return a value of JSON as a Python literal, with double quotes around texts."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Mapping):
+        items = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return repr(value)
 
 
 def _scalar(text: str) -> str:

@@ -1,9 +1,6 @@
 """Rendering of conversations as prompts, by the model's chat template and what it can render."""
 
-import hashlib
-import re
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,18 +11,14 @@ from kvkeep.chat.messages import (
     Chat,
     Message,
     TextPart,
-    ToolCall,
-    ToolResult,
-    call_places,
-    content_text,
     media_warnings,
 )
-from kvkeep.chat.output import arguments_text
 from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.rendered_calls import RenderedCall
-from kvkeep.chat.template_traits import TemplateTraits, probe_template, text_part_list
+from kvkeep.chat.template_entries import ID_CHARACTERS, TemplateEntries
+from kvkeep.chat.template_traits import TemplateTraits, probe_template
 from kvkeep.chat.write_back import PROBE_TOOL, AnswerWriter, WrittenHistory
 from kvkeep.chat.written import FindWritten
 from kvkeep.errors import InvalidArgument, UnsupportedModel
@@ -35,8 +28,6 @@ from kvkeep.models.text.template_files import template_source
 
 # Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
 _CONTINUATION_MARK = "kvkeepgoeson"
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_ID_CHARACTERS = string.ascii_letters + string.digits
 _EFFORTS_WITHOUT_REASONING = ("none",)
 
 
@@ -106,6 +97,10 @@ class ChatRenderer:
         """The abilities of the model's template. Raises UnsupportedModel if there is none."""
         return probe_template(self._codec)
 
+    @property
+    def _entries(self) -> TemplateEntries:
+        return TemplateEntries(self._codec, self.traits, self.output_format.call_text)
+
     @cached_property
     def output_format(self) -> OutputFormat:
         """The format in which the model writes its answers."""
@@ -141,8 +136,10 @@ class ChatRenderer:
     def _render_text(self, chat: Chat, options: RenderOptions) -> RenderedPrompt:
         """Render a conversation, without ids."""
         listed = tuple(tool for tool in chat.tools if not tool.deferred)
-        messages, warnings = rewrite_messages(chat.messages, listed, self.traits)
-        entries = self._entries(messages)
+        calls_in_text = self._entries.text_form is not None
+        traits = self.traits.with_calls_in_text() if calls_in_text else self.traits
+        messages, warnings = rewrite_messages(chat.messages, listed, traits)
+        entries = self._entries.of(messages)
         functions = [{"type": "function", "function": function_fields(tool)} for tool in listed]
         no_tools: list[dict[str, Any]] | None = [] if self.traits.empty_tools else None
         template_tools = functions if functions and self.traits.tools else no_tools
@@ -205,7 +202,7 @@ class ChatRenderer:
     def new_call_id(self) -> str:
         """Return an id for a call, in the form that the template takes."""
         if self.traits.short_ids:
-            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+            return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
     def _render_unfinished(
@@ -234,7 +231,8 @@ class ChatRenderer:
         states_reasoning = last.text.lstrip().startswith(self._reasoning_starts)
         if not last.text or states_reasoning:  # templates move, strip or drop reasoning
             return None
-        marked = {**entries[-1], "content": self._content(last.text + _CONTINUATION_MARK)}
+        content = self._entries.content(last.text + _CONTINUATION_MARK)
+        marked = {**entries[-1], "content": content}
         try:
             rendered = rendering.render([*entries[:-1], marked], generation_prompt=False)
         except InvalidArgument:
@@ -248,58 +246,6 @@ class ChatRenderer:
     @property
     def _reasoning_starts(self) -> tuple[str, ...]:
         return tuple(markers.start for markers in self.output_format.reasoning)
-
-    def _entries(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages in the form of templates; one for each result."""
-        calls, entries = call_places(messages), list[dict[str, Any]]()
-        for number, message in enumerate(messages):
-            for index, result in enumerate(message.results):
-                place = calls.get((number, index))
-                call = messages[place[0]].calls[place[1]] if place else None
-                entries.append(self._result_entry(result, call))
-            if message.role != "tool":
-                entries += self._message_entries(message)
-        return entries
-
-    def _message_entries(self, message: Message) -> list[dict[str, Any]]:
-        content = self._content(message.text)
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
-        if not message.calls:
-            return [entry]
-        calls = {"tool_calls": [self._call_entry(call) for call in message.calls]}
-        if not message.text or self.traits.text_with_calls != "before":
-            plan = {"tool_plan": message.text} if message.text else {}  # Command R's field
-            return [{**entry, **calls, **plan}]
-        text_entry = {"role": message.role, "content": content}
-        return [text_entry, {**entry, "content": self._content(""), **calls}]
-
-    def _result_entry(self, result: ToolResult, call: ToolCall | None) -> dict[str, Any]:
-        name = {"name": call.name} if call else {}
-        content = self._content(content_text(result.content))
-        call_id = self._template_id(result.call_id)
-        return {"role": "tool", "content": content, "tool_call_id": call_id, **name}
-
-    def _call_entry(self, call: ToolCall) -> dict[str, Any]:
-        as_text = self.traits.arguments == "text"
-        arguments = arguments_text(call) if as_text else dict(call.arguments)
-        function = {"name": call.name, "arguments": arguments}
-        return {"id": self._template_id(call.id), "type": "function", "function": function}
-
-    def _content(self, text: str) -> Any:
-        return text_part_list(text) if self.traits.text_parts else text
-
-    def _template_id(self, call_id: str) -> str:
-        """Return a call's id in the form that the template takes; the same for the same id."""
-        if not self.traits.short_ids or _SHORT_ID.fullmatch(call_id):
-            return call_id
-        number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8])
-        characters = []
-        for _ in range(9):
-            number, index = divmod(number, len(_ID_CHARACTERS))
-            characters.append(_ID_CHARACTERS[index])
-        return "".join(characters)
 
 
 @dataclass(frozen=True)

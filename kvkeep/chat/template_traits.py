@@ -1,7 +1,7 @@
 """The abilities of a model's chat template, found by rendering small conversations with it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvkeep.errors import InvalidArgument
@@ -24,6 +24,7 @@ class TemplateTraits:
     """The abilities of a chat template, and the form of fields that it takes.
 
     tools: descriptions of tools. calls: calls and their results, as messages of role "tool".
+    results: results, at least.
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one
     message, and their results. lone_results: results of calls that are not in the conversation.
     user_after_result: a user's message right behind results.
@@ -37,6 +38,7 @@ class TemplateTraits:
     empty_answer: bool = True  # an assistant's message without content
     tools: bool = False
     calls: bool = False
+    results: bool = False
     calls_without_tools: bool = False
     parallel_calls: bool = False
     lone_results: bool = False
@@ -47,6 +49,17 @@ class TemplateTraits:
     short_ids: bool = False  # ids of calls must have nine letters and digits
     text_parts: bool = False  # contents must be lists of parts
     empty_tools: bool = False  # without tools, it must get an empty list of them
+
+    def with_calls_in_text(self) -> "TemplateTraits":
+        """Return the traits for a conversation whose calls stand in the text of messages."""
+        return replace(
+            self,
+            calls=True,
+            calls_without_tools=True,
+            parallel_calls=True,
+            lone_results=True,
+            user_after_result=True,
+        )
 
 
 def probe_template(codec: TextCodec) -> TemplateTraits:
@@ -74,6 +87,10 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
             [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
         ),
         tools=probe.renders([_USER], _TOOL, tools=True),
+        results=probe.renders(
+            [_USER, _ANSWER, _result(_RESULT, {"id": _LONG_ID}), {**_USER, "content": _FOLLOWING}],
+            *(_RESULT, _FOLLOWING),
+        ),
         reasoning=probe.renders([_USER, {**_ANSWER, "reasoning_content": _REASONING}], _REASONING),
         text_parts=probe.text_parts,
         empty_tools=probe.no_tools is not None,

@@ -192,7 +192,14 @@ def _write_olmo3(calls: AllowedCalls) -> str:
     return f'{start} "\\n"? {_python_calls(calls)} "\\n"? {end}'
 
 
-def _python_calls(calls: AllowedCalls) -> str:
+def _write_lfm2(calls: AllowedCalls) -> str:
+    """A list of calls as in Python, or of JSON objects."""
+    start, end = map(calls.rules.marker, ("<|tool_call_start|>", "<|tool_call_end|>"))
+    python_calls = _python_calls(calls, between='", "')
+    return f'{start} ("[" {python_calls} "]" | {_json_list(calls)}) {end}'
+
+
+def _python_calls(calls: AllowedCalls, between: str = '"\\n"') -> str:
     rules, syntax = calls.rules, arguments.python_syntax()
     arguments.define_values(rules, syntax)
 
@@ -201,7 +208,7 @@ def _python_calls(calls: AllowedCalls) -> str:
         call = rules.add(f'{literal(tool.name)} "(" {values} ")"')
         return f'{call} | "print(" {call} ")"'
 
-    return calls.repeated(write, '"\\n"')
+    return calls.repeated(write, between)
 
 
 def _gemma_writer(opener: str, end: str, quote: str) -> Callable[[AllowedCalls], str]:
@@ -263,6 +270,11 @@ def _write_granite(calls: AllowedCalls) -> str:
     return f"{listed} | {_write_hermes(calls)}"
 
 
+def _write_nemotron2(calls: AllowedCalls) -> str:
+    start, end = map(calls.rules.marker, ("<TOOLCALL>", "</TOOLCALL>"))
+    return f"{start} {_json_list(calls)} {end}"
+
+
 def _json_list(calls: AllowedCalls) -> str:
     call_id = {"id": {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}}
     item = calls.rules.add(json_value(call_schema(calls.tools, last=call_id)))
@@ -292,5 +304,7 @@ _WRITERS: Mapping[str, Callable[[AllowedCalls], str]] = {
     "command-r": _write_command_r,
     "granite": _write_granite,
     "olmo3": _write_olmo3,
+    "lfm2": _write_lfm2,
+    "nemotron2": _write_nemotron2,
 }
 WRITABLE = frozenset(_WRITERS)  # names of formats

@@ -134,6 +134,26 @@ DEEPSEEK_R1 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant\\n<think>\\n' }}{%- endif %}
 """
+# Has tools and results, but takes calls only as the assistant's text.
+LFM2 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system, messages = messages[0].content, messages[1:] %}
+{%- else %}{%- set system = '' %}{%- endif %}
+{%- if tools %}
+    {%- set listed = '<|tool_list_start|>' + tools | tojson + '<|tool_list_end|>' %}
+    {%- set system = (system + '\\nList of tools: ' + listed) | trim %}
+{%- endif %}
+{%- if system %}{{- '<|start|>system\\n' + system + '<|stop|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'tool' %}
+        {%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' %}
+    {%- endif %}
+    {{- '<|start|>' + message.role + '\\n' + content + '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -141,6 +161,15 @@ ALL_TEMPLATES = {
     "gemma2": GEMMA2,
     "mistral-nemo": MISTRAL_NEMO,
     "deepseek-r1": DEEPSEEK_R1,
+    "lfm2": LFM2,
+}
+# The control tokens that only one model has.
+OWN_CONTROLS = {
+    "lfm2": tuple(
+        f"<|tool_{part}_{place}|>"
+        for part in ("list", "call", "response")
+        for place in ("start", "end")
+    ),
 }
 
 

@@ -34,6 +34,8 @@ SIGNS = {  # texts of a template by which a format is detected
     "command-r": ("<|CHATBOT_TOKEN|>", "Action:"),
     "granite": ("<|tool_call|>",),
     "olmo3": ("<function_calls>",),
+    "lfm2": ("<|tool_list_start|>",),
+    "nemotron2": ("<TOOLCALL>",),
     "harmony": ("<|channel|>", "<|message|>"),
 }
 WEATHER = Tool(

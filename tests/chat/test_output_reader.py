@@ -14,7 +14,7 @@ from chat.written_answers import TOOLS as WRITTEN_TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.chat.messages import Tool
+from kvkeep.chat.messages import Tool, ToolCall
 from kvkeep.chat.output import (
     CallArguments,
     CallEnded,
@@ -25,6 +25,7 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
 from kvkeep.chat.output_reader import OutputReader
+from tests.chat.chats import ARGUMENTS, JSON_VALUES
 from tests.examples import examples
 
 TOOLS = [Tool("weather"), Tool("shell")]
@@ -118,6 +119,24 @@ def test_strings_of_python_calls_are_read_the_same_in_any_division(
     text = f"<function_calls>weather(a={value} )</function_calls>"
     ((name, arguments, complete),) = described(read(text, "olmo3", size))
     assert (name, json.loads(arguments), complete) == ("weather", {"a": expected}, True)
+
+
+@given(
+    several=st.lists(
+        ARGUMENTS | st.dictionaries(st.from_regex(r"[a-z_]{1,4}", fullmatch=True), JSON_VALUES),
+        min_size=1,
+        max_size=3,
+    ),
+    size=st.integers(1, 20),
+)
+def test_calls_written_as_text_are_read_as_the_same(
+    several: list[dict[str, Any]], size: int
+) -> None:
+    calls = [ToolCall(f"call_{n}", "weather", arguments) for n, arguments in enumerate(several)]
+    form = FORMATS["lfm2"].call_text
+    output = read(f"{form.start}{form.write(calls)}{form.end}Done.", "lfm2", size)
+    assert [call.message_part() for call in output.calls] == calls
+    assert output.text == "Done."
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1.5e309", "[2, 1E999]"])

@@ -27,7 +27,7 @@ from kvkeep.chat.messages import (
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.errors import InvalidArgument
 from tests.chat.chats import chats
-from tests.chat.templates import ALL_TEMPLATES, DEEPSEEK_R1, write_codec
+from tests.chat.templates import ALL_TEMPLATES, DEEPSEEK_R1, OWN_CONTROLS, write_codec
 from tests.examples import examples
 
 WEATHER = Tool(
@@ -68,7 +68,7 @@ EXCHANGE = (user("Weather?"), assistant(weather("Bonn")), results("blue"))
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
     folders = {name: tmp_path_factory.mktemp("model") for name in ALL_TEMPLATES}
     return {
-        name: ChatRenderer(write_codec(folders[name], template))
+        name: ChatRenderer(write_codec(folders[name], template, *OWN_CONTROLS.get(name, ())))
         for name, template in ALL_TEMPLATES.items()
     }
 
@@ -162,6 +162,28 @@ def test_call_without_arguments_has_an_empty_object(render: Render) -> None:
     call = ToolCall("call_1", "weather", {})
     text = render("qwen2.5", user("a"), assistant(call), results("b"), tools=(WEATHER,)).text
     assert '{"name": "weather", "arguments": {}}' in text
+
+
+def test_calls_stand_in_the_text_if_the_template_has_a_role_for_results_only(
+    renderers: dict[str, ChatRenderer], render: Render
+) -> None:
+    """They are written as the model writes them, and only that writes its control tokens."""
+    calls = (weather("<|tool_call_end|>"), weather('the "big"\none', "call_2"))
+    messages = (user("Weather?"), assistant("I look.", *calls), results("blue", "<|stop|>"))
+    prompt = render("lfm2", *messages, user("And?"), tools=(WEATHER,))
+    assert prompt.warnings == ()
+    assert prompt.text.partition("<|start|>user\n")[2] == (
+        "Weather?<|stop|>\n<|start|>assistant\nI look.<|tool_call_start|>"
+        '[weather(city="<|tool_call_end|>", days=3), weather(city="the \\"big\\"\\none", days=3)]'
+        "<|tool_call_end|><|stop|>\n"
+        "<|start|>tool\n<|tool_response_start|>blue<|tool_response_end|><|stop|>\n"
+        "<|start|>tool\n<|tool_response_start|><|stop|><|tool_response_end|><|stop|>\n"
+        "<|start|>user\nAnd?<|stop|>\n<|start|>assistant\n"
+    )
+    codec = renderers["lfm2"]._codec
+    written = [codec.control_text(token) for token in prompt.ids if codec.is_control(token)]
+    assert [written.count(f"<|tool_call_{place}|>") for place in ("start", "end")] == [1, 1]
+    assert written.count("<|stop|>") == 6
 
 
 def test_results_that_are_json_stay_the_text_that_they_are(render: Render) -> None:

@@ -25,7 +25,7 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, written_answer
 from tests.chat.chats import ARGUMENTS
-from tests.chat.templates import ALL_TEMPLATES, write_codec
+from tests.chat.templates import ALL_TEMPLATES, OWN_CONTROLS, write_codec
 from tests.examples import examples
 
 WEATHER = Tool("weather", "The weather", {"type": "object", "properties": {}})
@@ -55,7 +55,8 @@ class Conversation:
         codec, output_format = self.renderer._codec, self.renderer.output_format
         prompt, ids = self.prompt(), codec.encode(text, special=True)
         reader = OutputReader(
-            output_format, TOOLS, self.renderer.new_call_id, prompt.starts_in_reasoning
+            *(output_format, TOOLS, self.renderer.new_call_id, prompt.starts_in_reasoning),
+            control_text=codec.control_text,
         )
         reader.push([token if codec.is_control(token) else codec.decode([token]) for token in ids])
         reader.finish()
@@ -89,7 +90,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRendere
     result = {}
     for name, template in ALL_TEMPLATES.items():
         folder = tmp_path_factory.mktemp("model")
-        controls = CONTROLS if name.startswith(("gemma", "mistral")) else ()
+        controls = CONTROLS if name.startswith(("gemma", "mistral")) else OWN_CONTROLS.get(name, ())
         result[name] = ChatRenderer(write_codec(folder, template, *controls))
     return result
 
@@ -100,7 +101,7 @@ def conversation(renderers: dict[str, ChatRenderer]) -> Conversation:
 
 
 # Those that write what was before an answer as the answer's prompt had it, in all turns.
-RESUMING = ("gemma", "gemma2", "phi3", "qwen", "qwen2.5", "qwen3-coder")
+RESUMING = ("gemma", "gemma2", "phi3", "qwen", "qwen2.5", "qwen3-coder", "lfm2")
 SPACES = st.sampled_from(["", " ", "\n", "\n\n  "])
 SAID = st.text("abc {}<>\"'é\n", min_size=1, max_size=8).filter(lambda text: bool(text.strip()))
 
@@ -138,6 +139,19 @@ def test_prompts_go_on_behind_the_sampled_tokens(
             if message.role != "assistant":
                 said = message.text or "sunny"
                 assert decoded.count(said) == str(plain.text).count(said)
+
+
+def test_calls_in_the_text_are_in_the_tokens_that_the_model_sampled(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    conversation = Conversation(renderers["lfm2"], WrittenAnswers())
+    conversation.ask("Weather?")
+    held = conversation.generate(
+        "<|tool_call_start|>[ weather(city = 'Bonn'), weather() ]<|tool_call_end|>I look."
+    )
+    prompt = conversation.prompt()
+    assert prompt.ids[: len(held)] == held
+    assert prompt.written_back == 1
 
 
 CALL = '<tool_call>{"arguments":{"a":1.0, "b":"x"},"name":"weather"}</tool_call>'

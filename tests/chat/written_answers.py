@@ -207,6 +207,19 @@ def _olmo(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     return f"{marked('<function_calls>')}\n{lines}\n{marked('</function_calls>')}"
 
 
+def _lfm2(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    listed = ", ".join(_python(*call) for call in calls)
+    return f"{marked('<|tool_call_start|>')}[{listed}]{marked('<|tool_call_end|>')}"
+
+
+def _listed(start: str, end: str) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]:
+    def write(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        entries = [{"name": name, "arguments": values} for name, values in calls]
+        return marked(start) + _json(entries) + marked(end)
+
+    return write
+
+
 def _tool_code(name: str, values: Mapping[str, Any]) -> str:
     return f"{marked('```tool_code')}\nprint({_python(name, values)})\n```"
 
@@ -264,6 +277,9 @@ FORMS = {
     "command-r": Form("command-r", _action),
     "granite": Form("granite", _granite),
     "olmo3": Form("olmo3", _olmo),
+    "lfm2": Form("lfm2", _lfm2),
+    "lfm2 json": Form("lfm2", _listed("<|tool_call_start|>", "<|tool_call_end|>")),
+    "nemotron2": Form("nemotron2", _listed("<TOOLCALL>", "</TOOLCALL>")),
     "harmony": Form(
         "harmony", _each(_harmony, _BETWEEN_MESSAGES), (_ANALYSIS, marked("<|end|>"))
     ),

@@ -1,0 +1,99 @@
+"""Messages in the form in which chat templates take them."""
+
+import hashlib
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.chat.call_syntax import CallText
+from kvkeep.chat.messages import Message, ToolCall, ToolResult, call_places, content_text
+from kvkeep.chat.output import arguments_text
+from kvkeep.chat.template_traits import TemplateTraits, text_part_list
+from kvkeep.models.text.codec import TextCodec
+
+ID_CHARACTERS = string.ascii_letters + string.digits
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True)
+class TemplateEntries:
+    """The conversion of messages into entries of a template with these traits.
+
+    call_text: the form of calls in texts, for a template that takes tools and results, but no
+    calls; None if the model has none.
+    """
+
+    codec: TextCodec
+    traits: TemplateTraits
+    call_text: CallText | None = None
+
+    @property
+    def text_form(self) -> CallText | None:
+        """The form in which calls stand in the texts of messages; None if the template has one."""
+        lacks_calls = self.traits.tools and self.traits.results and not self.traits.calls
+        return self.call_text if lacks_calls else None
+
+    def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return the entries of messages, of which each result has its own."""
+        calls, entries = call_places(messages), list[dict[str, Any]]()
+        for number, message in enumerate(messages):
+            for index, result in enumerate(message.results):
+                place = calls.get((number, index))
+                call = messages[place[0]].calls[place[1]] if place else None
+                entries.append(self._result_entry(result, call))
+            if message.role != "tool":
+                entries += self._message_entries(message)
+        return entries
+
+    def content(self, text: str) -> Any:
+        """Return a text as the content of an entry."""
+        return text_part_list(text) if self.traits.text_parts else text
+
+    def _message_entries(self, message: Message) -> list[dict[str, Any]]:
+        content = self.content(message.text)
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        if not message.calls:
+            return [entry]
+        if (form := self.text_form) is not None:
+            return [{**entry, "content": self.content(self._text_with_calls(message, form))}]
+        calls = {"tool_calls": [self._call_entry(call) for call in message.calls]}
+        if not message.text or self.traits.text_with_calls != "before":
+            plan = {"tool_plan": message.text} if message.text else {}  # Command R's field
+            return [{**entry, **calls, **plan}]
+        text_entry = {"role": message.role, "content": content}
+        return [text_entry, {**entry, "content": self.content(""), **calls}]
+
+    def _text_with_calls(self, message: Message, form: CallText) -> str:
+        """Return a message's text and its calls, with control tokens around these by their names.
+
+        What the message says cannot have these secret names.
+        """
+        start, end = (self.codec.template_text(marker).sealed for marker in (form.start, form.end))
+        return f"{message.text}{start}{form.write(message.calls)}{end}"
+
+    def _result_entry(self, result: ToolResult, call: ToolCall | None) -> dict[str, Any]:
+        name = {"name": call.name} if call else {}
+        content = self.content(content_text(result.content))
+        call_id = self._template_id(result.call_id)
+        return {"role": "tool", "content": content, "tool_call_id": call_id, **name}
+
+    def _call_entry(self, call: ToolCall) -> dict[str, Any]:
+        as_text = self.traits.arguments == "text"
+        arguments = arguments_text(call) if as_text else dict(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        return {"id": self._template_id(call.id), "type": "function", "function": function}
+
+    def _template_id(self, call_id: str) -> str:
+        """Return a call's id in the form that the template takes; the same for the same id."""
+        if not self.traits.short_ids or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8])
+        characters = []
+        for _ in range(9):
+            number, index = divmod(number, len(ID_CHARACTERS))
+            characters.append(ID_CHARACTERS[index])
+        return "".join(characters)
