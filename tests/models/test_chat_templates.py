@@ -129,6 +129,15 @@ def test_rewritten_text_of_users_becomes_no_control_token(codec: TextCodec, temp
         assert codec.decode(codec.encode(text)) == text
 
 
+def test_refusals_of_a_template_name_control_tokens_by_their_texts(codec: TextCodec) -> None:
+    """Clients read them, and would make a control token of the name that stands for it."""
+    (codec.folder / "chat_template.jinja").write_text(
+        "{{ raise_exception('no <|start|> before ' + messages[0].content) }}"
+    )
+    with pytest.raises(InvalidArgument, match=r"no <\|start\|> before a <\|stop\|>$"):
+        codec.chat([{"role": "user", "content": "a <|stop|>"}])
+
+
 def test_control_tokens_that_a_template_writes_around_a_role_are_control_tokens(
     tmp_path: Path, codec: TextCodec
 ) -> None:

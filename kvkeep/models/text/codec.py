@@ -160,14 +160,17 @@ class TextCodec:
         tool_list = checked_tools(tools)
         source = template_source(self.folder, with_tools=tools is not None)
         texts = control_tokens.template_texts(source)
-        rendered = render_chat(
-            self.folder,
-            texts,
-            control_tokens.with_placeholders(checked),
-            add_generation_prompt,
-            control_tokens.with_placeholders(tool_list),
-            control_tokens.with_placeholders(template_kwargs or {}),
-        )
+        try:
+            rendered = render_chat(
+                self.folder,
+                texts,
+                control_tokens.with_placeholders(checked),
+                add_generation_prompt,
+                control_tokens.with_placeholders(tool_list),
+                control_tokens.with_placeholders(template_kwargs or {}),
+            )
+        except InvalidArgument as error:  # may quote the template's texts
+            raise InvalidArgument(control_tokens.without_secrets(str(error))) from error.__cause__
         roles = {message["role"] for message in checked}
         return control_tokens.chat_text(validation.text("the chat", rendered), texts, roles)
 

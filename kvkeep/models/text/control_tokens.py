@@ -109,6 +109,10 @@ class ControlTokens:
             return [replace(item) for item in value]
         return value
 
+    def without_secrets(self, rendered: str) -> str:
+        """Return a template's output with the texts of control tokens, for people to read."""
+        return self._unseal(self._remove_placeholders(rendered))
+
     def template_texts(self, source: str) -> TemplateTexts:
         """Return the texts of a template: the same object for each rendering."""
         return self._texts(source)
