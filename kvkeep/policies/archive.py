@@ -42,8 +42,8 @@ class Archive(Policy):
     `ratio`. When the archive is full, all of it and the block are compressed together, so older
     cells are compressed more often. Blocks end at the same tokens for any prefill step.
 
-    No distance exceeds `span` positions: before one would, distances beyond the window are halved,
-    by rotating the archive's keys once more.
+    No distance exceeds `span` positions, or `max_kv_size` if that is more: before one would,
+    distances beyond the window are halved, by rotating the archive's keys once more.
 
     method, ratio: how blocks are compressed, and how much; method "" for the best one that the
         available calibration allows.
@@ -267,9 +267,9 @@ class Archive(Policy):
         return [compression for _, compression in results]
 
     def _limit_distances(self, cache: KVCache) -> None:
-        """Halve distances if one could exceed `reach` before the window is full again."""
-        window_count = window_cell_count(cache)
-        # The lowest position that it can have: pinned cells may stand between the window's.
-        window_start = cache.time - window_count - pinned_cell_count(cache, self.keep)
-        tokens_ahead = self.window + self.block - window_count
-        halve_distances(cache, window_start, self.reach - tokens_ahead)
+        """Halve distances if one could exceed `reach` before the window is full again.
+
+        Anchors and the window take `max_kv_size` positions at most, so that none comes further.
+        """
+        tokens_ahead = self.window + self.block - window_cell_count(cache)
+        halve_distances(cache, self.reach - tokens_ahead)

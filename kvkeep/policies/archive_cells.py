@@ -64,16 +64,23 @@ def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
     cache.segments = [*others[:index], *archived, *others[index:]]
 
 
-def halve_distances(cache: KVCache, boundary: int, limit: int) -> None:
-    """Halve distances of cells before `boundary`, until none is over `limit` for the next token.
+def halve_distances(cache: KVCache, limit: int, recent: int = 0) -> None:
+    """Halve distances of older cells until none is over `limit` for the next token.
 
-    boundary: the position from which cells stay as they are. Keys of the archive are rotated once
-    more; other segments get another position map.
+    Cells do not come closer than the uncompressed ones after them allow, nor than `recent`
+    positions. Where that is over the limit, they stay there. Keys of compressed cells are rotated
+    once more; other segments get another position map.
     """
-    while _max_distance(cache) > limit:
+    furthest = _max_distance(cache)
+    while furthest > limit:
+        previous = furthest
         cache.segments = [run for segment in cache.segments for run in _split_at_gaps(segment)]
-        for segment in cache.segments:
-            _halve_distances_to(segment, boundary, cache)
+        cells_after = 0
+        for segment in reversed(cache.segments):
+            _halve_distances_to(segment, cache.time - max(recent, cells_after), cache)
+            cells_after += 0 if segment.compressed else segment.length
+        if (furthest := _max_distance(cache)) == previous:
+            return
 
 
 def _max_distance(cache: KVCache) -> int:

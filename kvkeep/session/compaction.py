@@ -344,4 +344,4 @@ def _limit_distances(memory: Memory, recent: int) -> None:
     assert isinstance(policy, Full)
     limit = max(policy.trained, policy.max_kv_size) - (policy.max_kv_size - cache.cells)
     if cache.reach > limit:
-        halve_distances(cache, cache.time - recent, max(limit, recent + 1))
+        halve_distances(cache, limit, recent)
