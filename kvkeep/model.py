@@ -43,11 +43,12 @@ class Model(LoadedModel):
     ) -> Session:
         """Return a session that continues exactly where the snapshot was taken.
 
-        calibration: the one that the session was created with, if any.
+        calibration: the one that the session was created with; not needed if it is the stored one
+            (`Model.calibration`).
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model,
-        InvalidSnapshot for one that no session of this model can have been in, and InvalidArgument
-        if its calibration is missing.
+        InvalidSnapshot for one that no session of this model can have been in, InvalidArgument if
+        its calibration is missing, and StoreError if the stored one is damaged.
         """
         validation.instance("snapshot", snapshot, Snapshot)
         return Session.restored(self, snapshot, store, calibration)
@@ -113,11 +114,12 @@ class Model(LoadedModel):
             bits: the number of bits in which cells are stored, `Bits(kv="8")`; or use the next two.
             kv_bits: 8, 4 or "8/4" (keys and values) for all cells.
             far_bits: the same for cells outside the window: kept, pinned, compressed and grouped.
-            calibration: the model's statistics for "archive"; see `load_calibration`.
+            calibration: the model's statistics for "archive"; see `load_calibration`. None for the
+                stored one, if there is one and no other method than "kvzap" is chosen.
             checkpoint_bytes: see `Session.checkpoint_bytes`; 256 MB by default.
 
         Raises InvalidArgument for a number out of range, an unknown policy, and a setting that the
-        policy does not have.
+        policy does not have. Raises StoreError if the stored calibration is damaged.
         """
         keep_prompt = validation.optional_integer("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
@@ -133,6 +135,8 @@ class Model(LoadedModel):
                 max_kv_size = make_policy(policy, max_length, **arguments).max_budget(max_length)
             session_policy = make_policy(policy, max_kv_size, **arguments)
         session_policy = self._fit_policy(session_policy)
+        if calibration is None and session_policy.uses_stored_calibration:
+            calibration = self.calibration
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(self)
             statistics = calibration.statistics

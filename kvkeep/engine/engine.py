@@ -105,7 +105,8 @@ class Engine(AbstractContextManager["Engine"]):
         policy = SchedulingPolicy(self.limits)
         checkpoint_bytes = self.settings.get("checkpoint_bytes")
         default_session.snapshot().require_codec(codec)
-        files = (session_folder, policy, snapshots, checkpoint_bytes, codec)
+        calibration = self.settings.get("calibration")
+        files = (session_folder, policy, snapshots, checkpoint_bytes, codec, calibration)
         self._registry = SessionRegistry(model, *files)
         self.losses = self._registry.losses  # messages about unsaved changes
         self._operation_log = OperationLog()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvkeep.chat.written import WrittenAnswers
+from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
@@ -45,14 +46,16 @@ class SessionRegistry:
         snapshots: Callable[[str], LabelledSnapshots] | None = None,
         checkpoint_bytes: int | None = None,
         codec: Codec = "exact",
+        calibration: Calibration | None = None,
     ):
         """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
         returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
-        sessions from snapshots; None for the default of sessions. codec: of all files."""
+        sessions from snapshots; None for the default of sessions. codec: of all files. calibration:
+        of sessions from snapshots that need another one than the model's stored one."""
         self.codec = codec
         self.model, self.policy = model, policy
         self.pins = PrefixPins(policy.limits.pins_per_owner)
-        self._checkpoint_bytes = checkpoint_bytes
+        self._checkpoint_bytes, self._calibration = checkpoint_bytes, calibration
         self._folder, self._labelled_snapshots = folder, snapshots
         self._records: dict[tuple[str, str], SessionRecord] = {}
         # Generated answers of all owners; those in a session's text are saved with it.
@@ -305,7 +308,7 @@ class SessionRegistry:
 
         The answers in its text are remembered for the owner, for when clients send them back.
         """
-        session = self.model.restore(snapshot)
+        session = self.model.restore(snapshot, calibration=self._calibration)
         if self._checkpoint_bytes is not None:
             session.checkpoint_bytes = self._checkpoint_bytes
         engine_notes = snapshot.notes.get(ENGINE_NOTES_KEY, {})

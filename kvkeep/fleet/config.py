@@ -26,7 +26,7 @@ class ReplicaConfig:
     weight_format: str | None
     store_url: str
     secret: bytes  # shared by all servers, from `read_secret`
-    session_settings: dict[str, Any]  # defaults of new sessions, without a calibration
+    session_settings: dict[str, Any]  # defaults of new sessions, with their calibration
     memory_bytes: int  # limit on cells in memory
     share_prefixes: bool  # whether servers share prefilled prefixes of prompts
     threads: int  # compute threads of each server

@@ -112,6 +112,11 @@ class Archive(Policy):
         anchor_count = self.keep + pinned_cell_count(cache, self.keep)
         return self.max_kv_size - anchor_count - self.window - self.block
 
+    @property
+    def uses_stored_calibration(self) -> bool:
+        is_calibrated = self.statistics is not None
+        return not is_calibrated and (not self.method or self.compression_method.uses_surrogate)
+
     def with_calibration(self, statistics: Statistics, digest: str) -> Self:
         method = self.method or best_method(statistics)
         return replace(self, method=method, statistics=statistics, calibrated_by=digest)

@@ -139,6 +139,11 @@ class Policy(ABC):
         """The digest of the calibration in use; empty without one."""
         return ""
 
+    @property
+    def uses_stored_calibration(self) -> bool:
+        """Whether a new session uses the model's stored calibration unless it gets another."""
+        return False
+
     def with_calibration(self, statistics: Statistics, digest: str) -> Self:
         """Return the policy with a calibration's statistics. digest: `Calibration.digest`.
 

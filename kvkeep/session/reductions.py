@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvkeep import validation
-from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.compression.methods import make_method
 from kvkeep.compression.methods.base import Budget
 from kvkeep.runtime.memory import trim_memory
@@ -57,7 +57,8 @@ class SessionReductions:
                 surrogate, otherwise "kvzip", which has the model repeat the text in about the time
                 of a prefill; "fitted" if some cells were compressed before.
             seed: for method "random".
-            calibration: statistics of the model, for methods that need them.
+            calibration: statistics of the model, for methods that use them. None for the stored one
+                (`Model.calibration`) with method "kvzap".
             progress: called after each chunk with the number of cells that were in it; must not
                 change the session.
             budget: "uniform": each 512 cells become that many fewer in every layer and KV head;
@@ -65,7 +66,8 @@ class SessionReductions:
                 the method's default, except that "kvzip" evicts only verbatim repeats if these are
                 enough.
 
-        Raises InvalidArgument if that is impossible, before anything is changed.
+        Raises InvalidArgument if that is impossible, and StoreError if the stored calibration is
+        damaged, before anything is changed.
         """
         ratio = validation.finite_number("ratio", ratio)
         seed = validation.integer("seed", seed, 0)
@@ -73,11 +75,15 @@ class SessionReductions:
         core = self.core
         if calibration is not None:
             validation.instance("calibration", calibration, Calibration).require(core.model)
+        if method is None:
+            statistics = calibration.statistics if calibration else None
+            method = default_method_name(core.memory, statistics)
+        chosen_method, recent = make_method(method), validation.optional_integer("recent", recent)
+        if calibration is None and chosen_method.uses_surrogate:
+            calibration = default_calibration(core.model)
         statistics = calibration.statistics if calibration else None
-        method = default_method_name(core.memory, statistics) if method is None else method
-        recent = validation.optional_integer("recent", recent)
         plan = CompressionPlan(
-            make_method(method), ratio, budget, core.model.text, recent, seed, statistics, progress
+            chosen_method, ratio, budget, core.model.text, recent, seed, statistics, progress
         )
         guard = StateGuard(core)
         memory, report = compress_memory(core.memory, plan)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvkeep.cache.checks import require
-from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import make_policy
@@ -48,6 +48,8 @@ def restore_state(
 ) -> SessionState:
     """Return the state that a snapshot was taken of.
 
+    calibration: the one of its policy; if it is another or None, the model's stored one is tried.
+
     Raises FingerprintMismatch for another model, InvalidSnapshot if no session of this model can be
     in that state, and InvalidArgument if its policy compresses by another calibration.
     """
@@ -56,6 +58,8 @@ def restore_state(
         policy_settings = {k: value for k, value in snapshot.policy.items() if k != "pinned"}
         policy = make_policy(**policy_settings).for_model(model.spec.max_positions)
     if needed_digest := policy.calibrated_by:
+        if calibration is None or calibration.digest != needed_digest:
+            calibration = default_calibration(model) or calibration
         if calibration is None or calibration.digest != needed_digest:
             found_digest = calibration.digest[:12] if calibration else "none"
             raise InvalidArgument(

@@ -103,6 +103,8 @@ def has_any_default_calibration() -> bool:
 
 def default_calibration(model: LoadedModel) -> Calibration | None:
     """Return the calibration at a model's default path, if any. Raises as `load_calibration`."""
+    if not has_any_default_calibration():
+        return None  # the path has the fingerprint, for which all weights are read
     path = calibration_path(model)
     return load_calibration(path, model) if path.exists() else None
 

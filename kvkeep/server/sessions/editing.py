@@ -129,7 +129,7 @@ async def rewind(body: RewindRequest, context: SessionDep) -> Response:
 @router.post("/v1/sessions/{name}/compress", response_model=None)
 async def compress(body: CompressRequest, context: SessionDep) -> Response:
     """Compress to `ratio` times fewer cells, while answers in progress go on."""
-    engine, model = context.engine, context.service.model
+    engine = context.engine
 
     def apply(session: Session) -> dict[str, Any]:
         report = session.compress(
@@ -137,7 +137,6 @@ async def compress(body: CompressRequest, context: SessionDep) -> Response:
             body.method,
             body.recent,
             budget=body.budget,
-            calibration=model.calibration if (body.method or "").startswith("kvzap") else None,
             progress=engine.yield_turn,
         )
         fields = dataclasses.asdict(report)

@@ -57,7 +57,10 @@ class CreateSessionRequest(StrictBody):
             raise InvalidArgument(
                 f"a session from a snapshot has the snapshot's settings: leave out {[*settings]}"
             )
-        return {**_UNSET_POLICY_SETTINGS, **settings} if self.policy else settings
+        if self.policy is None:
+            return settings
+        others = {} if self.policy == "archive" else {"calibration": None}
+        return {**_UNSET_POLICY_SETTINGS, **others, **settings}
 
 
 _UNSET_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
