@@ -16,8 +16,10 @@ from small_models import small_model
 from topics import topic_ids
 
 from kvkeep.cache import Cells, Layout, PositionMap, Segment
+from kvkeep.errors import StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from kvkeep.storage.objects.paths import as_path
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
@@ -162,6 +164,31 @@ def test_loading_needs_the_memory_of_the_cells_once_and_aligns_them(tmp_path: Pa
     keys = loaded.segments[0].block.slots.keys
     assert keys.data_ptr() % 64 == 0
     assert float(keys.sum()) == 0
+
+
+def test_a_small_tensor_of_a_file_does_not_keep_the_others_in_memory(tmp_path: Path) -> None:
+    """A session replaces the cells of its window, and not those of its anchor."""
+    layout = Layout(8, 8, 64, torch.float32, torch.device("cpu"))
+    _snapshot_of_empty_cells(layout, 4096).save(tmp_path / "large.kvkeep")
+    process = psutil.Process()
+    before = process.memory_info().rss
+    loaded = Snapshot.load(tmp_path / "large.kvkeep")
+    positions = loaded.segments[0].block.slots.positions
+    assert process.memory_info().rss - before > 100_000_000
+    del loaded
+    assert process.memory_info().rss - before < 50_000_000
+    assert positions.tolist() == list(range(4096))
+
+
+def test_a_header_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    snapshot, path = SESSIONS["filling"].snapshot(), tmp_path / "a.kvkeep"
+    snapshot.save(path)
+    before = path.read_bytes()
+    for target in (path, as_path((tmp_path / "b.kvkeep").as_uri())):
+        with pytest.raises(StoreError, match="Shorten its notes"):
+            altered(snapshot, notes={"text": "x" * 100_000_000}).save(target)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.rglob("*.kvkeep")] == ["a.kvkeep"]
 
 
 def _snapshot_of_empty_cells(layout: Layout, count: int) -> Snapshot:

@@ -195,7 +195,7 @@ class _WindowReader:
         can_share = is_linear and len(runs) == 1
         if can_share and (longer := self._blocks.get(key)) and count <= longer.capacity:
             return segment_of_entry(entry, layout, longer.part(slice(0, count)))
-        # Copied: else a checkpoint would keep the whole file in memory.
+        # Copied: else a checkpoint would keep all cells of the sources in memory.
         parts = [self.sources[n].part(slice(first, first + count)) for n, first, count in runs]
         block = block_of_entry(entry, Cells.concatenate(parts))
         if can_share:

@@ -6,7 +6,6 @@ blake3 checksum for each tensor and one for the header. See `docs/snapshot-forma
 """
 
 import json
-import math
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,8 +32,8 @@ from kvkeep.storage.files.tensors import (
 )
 from kvkeep.storage.objects.paths import ReadablePath, WritablePath
 from kvkeep.storage.snapshots.header import (
+    MAX_HEADER_BYTES,
     NO_CHECKSUM,
-    TensorExtent,
     open_for_reading,
     read_header,
     with_checksum,
@@ -42,6 +41,7 @@ from kvkeep.storage.snapshots.header import (
 
 PADDING = "padding."  # name prefix of tensors that only fill up to the alignment
 _CHUNK_BYTES = 1 << 22  # bytes read, hashed or fsynced at once
+_MIN_MAPPED_BYTES = 1 << 20  # of a tensor that is read into pages of its own
 _THREADS = 2  # for hashing and fsync, beside the one that writes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _HeaderBuilder = Callable[[Mapping[str, str]], bytes]  # from the tensors' checksums
@@ -134,7 +134,10 @@ def _build_header(
     tensors: Mapping[str, Tensor],
     checksums: Mapping[str, str],
 ) -> bytes:
-    """Return a header with its own checksum. Its size does not depend on the checksums."""
+    """Return a header with its own checksum. Its size does not depend on the checksums.
+
+    Raises StoreError if it is larger than readers accept.
+    """
     metadata = {
         "kvkeep": kind,
         "version": str(format_version),
@@ -147,6 +150,11 @@ def _build_header(
         for name, tensor in tensors.items()
     }
     header = encode_header(entries, metadata)
+    if len(header) - 8 > MAX_HEADER_BYTES:  # 8: its length
+        raise StoreError(
+            f"the {kind} cannot be written: its header would have {len(header):,} bytes, and only "
+            f"{MAX_HEADER_BYTES:,} can be read; an earlier file is unchanged. Shorten its notes"
+        )
     return with_checksum(header, blake3(header).hexdigest())
 
 
@@ -184,20 +192,20 @@ def read_open_container(
 ) -> Container:
     """Read an open file as `read_container` does. path: for messages."""
     header = read_header(file, path, kind, max_format)
-    extents = {name: e for name, e in header.extents.items() if names is None or name in names}
-    aligned_sizes = [_align_up(extent.end - extent.begin) for extent in extents.values()]
-    offsets, memory = accumulate(aligned_sizes, initial=0), _allocate(sum(aligned_sizes))
     tensors = {}
     with ThreadPoolExecutor(1) as executor:
-        for offset, (name, extent) in zip(offsets, extents.items(), strict=False):
-            buffer = memoryview(memory)[offset : offset + extent.end - extent.begin]
+        for name, extent in header.extents.items():
+            if names is not None and name not in names:
+                continue
+            content = _allocate(extent.end - extent.begin)
+            buffer = memoryview(content.numpy())  # type: ignore[arg-type]
             if _read_into(buffer, file, extent.begin, executor) != header.checksums[name]:
                 raise CorruptFile(
                     f"{path} is corrupt: the checksum of tensor {name!r} differs. The file was not "
                     "changed; restore it from a copy, or evaluate the text again"
                 )
             if not name.startswith(PADDING):
-                tensors[name] = _tensor_at(memory, offset, extent)
+                tensors[name] = content.view(_DTYPES[extent.dtype]).reshape(extent.shape)
     return Container(header.document, tensors)
 
 
@@ -219,26 +227,16 @@ def _read_into(buffer: memoryview, file: BinaryIO, begin: int, executor: ThreadP
     return hasher.hexdigest()
 
 
-def _tensor_at(memory: mmap.mmap, offset: int, extent: TensorExtent) -> Tensor:
-    """Return a tensor that lies at an offset in memory, as a view."""
-    numel, dtype = math.prod(extent.shape), _DTYPES[extent.dtype]
-    if not numel:
-        return torch.empty(extent.shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-    return flat.reshape(extent.shape)
+def _allocate(size: int) -> Tensor:
+    """Allocate `size` bytes: for each tensor of a file, so that it is freed without the others.
 
-
-def _allocate(size: int) -> mmap.mmap:
-    """Allocate `size` bytes of private memory, in huge pages if the system has them.
-
-    With pages of 4 kB, page faults would take longer than reading and verifying a snapshot.
+    Large tensors are in huge pages if the system has them. With pages of 4 kB, page faults would
+    take longer than reading and verifying a snapshot.
     """
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size < _MIN_MAPPED_BYTES:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _align_up(size: int) -> int:
-    return size + -size % ALIGNMENT
+    return torch.frombuffer(memory, dtype=torch.uint8)
