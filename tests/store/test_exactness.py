@@ -19,6 +19,7 @@ from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.fingerprint import Exactness
+from kvkeep.storage.snapshots.header import read_summary
 
 TEXT = [(i * 7) % 250 + 1 for i in range(40)]
 SMALL = small_model()
@@ -124,6 +125,27 @@ def test_rounded_cells_are_reported_also_when_they_are_saved_again_exactly(tmp_p
     session.snapshot().save(tmp_path / "b.kvkeep")
     again = SMALL.restore(Snapshot.load(tmp_path / "b.kvkeep"))
     assert again.exactness == session.exactness
+
+
+@pytest.mark.parametrize(("count", "kv_bits"), [(0, None), (50, "8"), (50, "4")])
+def test_int8_rounds_neither_quantised_cells_nor_none(
+    count: int, kv_bits: Any, tmp_path: Path
+) -> None:
+    session = SMALL.session(64, kv_bits=kv_bits)
+    if count:
+        session.feed(list(range(1, count + 1)))
+    session.snapshot().save(tmp_path / "a.kvkeep", codec="int8")
+    snapshot = Snapshot.load(tmp_path / "a.kvkeep")
+    assert snapshot.codec == "int8"
+    assert read_summary(tmp_path / "a.kvkeep").rounded == snapshot.rounded == ""
+    assert SMALL.restore(snapshot).exactness.bit_exact
+
+
+def test_a_server_stores_quantised_sessions_exactly(tmp_path: Path) -> None:
+    session = SMALL.session(64, far_bits="8")  # whose window has 16 bits
+    session.feed(list(range(1, 50)))
+    session.snapshot().save_by(tmp_path / "a.kvkeep", "int8")
+    assert SMALL.restore(Snapshot.load(tmp_path / "a.kvkeep")).exactness.bit_exact
 
 
 def test_a_file_without_arithmetic_fields_is_not_bit_exact() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +143,23 @@ def test_cells_of_windows_are_coded_and_others_are_stored_exactly(tmp_path: Path
             is_sink = segment.length <= 4
             assert torch.equal(keys, other_keys) == (segment.compressed or is_sink)
         restored.next_token()
+
+
+@pytest.mark.parametrize("codec", ["small", "smaller"])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_file_without_rounded_cells_is_exact(tmp_path: Path, codec: Any, tokens: int) -> None:
+    """The first token's cell, an attention sink, is stored as it is."""
+    add_basis(random_basis(MODEL))
+    session = MODEL.session(policy="full")
+    if tokens:
+        session.feed(TEXT[:tokens])
+    session.snapshot().save(tmp_path / "a.kvkeep", codec)
+    restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+    assert restored.exactness.bit_exact
+    assert read_summary(tmp_path / "a.kvkeep").rounded == ""
+    for continued in (session, restored):
+        continued.feed(TEXT[1:60])
+    assert session.logits.equal(restored.logits)
 
 
 def test_what_cannot_be_rounded_is_refused_and_changes_no_file(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def encode(
     the codecs small and smaller.
 
     Returns the tensors to store, and for `decode` how each of the encoded ones is encoded, by name.
-    All others are small, and stay plain for other safetensors readers.
+    All others are small, and stay plain for other safetensors readers. The codec of an entry is one
+    that rounds only if it rounds numbers of that tensor.
     """
     stored: dict[str, Tensor] = {}
     encodings: dict[str, dict[str, Any]] = {}
@@ -51,14 +52,16 @@ def encode(
             assert basis is not None
             positions = tensors[f"{prefix}.positions"]
             coded = encode_cells(tensor.cpu(), positions, basis, basis.steps[codec], kind == "keys")
-            stored |= _frames(name, coded)
-            sizes = [len(frame) for frame in coded.frames]
-            encodings[name] |= {"basis": basis.digest, "frames": sizes}
+            if len(coded.exact_cells) < len(positions):
+                stored |= _frames(name, coded)
+                sizes = [len(frame) for frame in coded.frames]
+                encodings[name] |= {"basis": basis.digest, "frames": sizes}
+                continue
         elif codec == "int8":
             stored[f"{name}.int8"], stored[f"{name}.scale"] = _quantise(tensor)
-        else:
-            encodings[name]["codec"] = "zstd"
-            stored[f"{name}.zstd"] = _compress(tensor.cpu())
+            continue
+        encodings[name]["codec"] = "zstd"
+        stored[f"{name}.zstd"] = _compress(tensor.cpu())
     return stored, encodings
 
 

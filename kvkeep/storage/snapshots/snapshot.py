@@ -25,7 +25,12 @@ from kvkeep.storage.snapshots.checkpoints import (
 from kvkeep.storage.snapshots.codec import Codec, checked_codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
-from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT, SNAPSHOT_KIND, read_document
+from kvkeep.storage.snapshots.header import (
+    SNAPSHOT_FORMAT,
+    SNAPSHOT_KIND,
+    read_document,
+    rounded_by,
+)
 from kvkeep.storage.snapshots.memory_state import MemoryState
 from kvkeep.storage.snapshots.segments import (
     has_residual_cells,
@@ -189,7 +194,9 @@ class Snapshot:
             "created": self.created,
             "notes": self.notes,
         }
-        if rounded := codec if codec in ROUNDING_CODECS else self.rounded:
+        rounds = any(entry["codec"] in ROUNDING_CODECS for entry in encodings.values())
+        rounded = codec if rounds else self.rounded
+        if rounded or codec in ROUNDING_CODECS:  # without it, a reader decides by the codec
             document["rounded"] = rounded
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
@@ -205,9 +212,9 @@ class Snapshot:
         For programs that save what would be lost otherwise. Quantised cells are stored exactly;
         without a usable basis all cells are, and a warning is logged.
         """
+        if preferred in ROUNDING_CODECS and self.bits != Bits():
+            return self.save(path)
         if preferred in LOSSY_CODECS:
-            if self.bits != Bits():
-                return self.save(path)
             try:
                 self._basis()
             except (InvalidArgument, StoreError) as error:
@@ -313,11 +320,10 @@ def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snaps
     memory.check_consistency()
     checkpoints.check(cache, document["tokens"], quantised_local_layout)
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
-    later_names = {"arithmetic", "notes", "rounded"} & document.keys()  # earlier files lack them
-    rounded = {"rounded": document["codec"]} if document["codec"] in ROUNDING_CODECS else {}
+    later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
     return Snapshot(
-        **rounded,
-        **{name: document[name] for name in (*names, *later_names - rounded.keys())},
+        **{name: document[name] for name in (*names, *later_names)},
+        rounded=rounded_by(document),
         settings={k: v for k, v in settings.items() if k not in ("pins", "window")},
         memory=memory,
         layout=layout,
