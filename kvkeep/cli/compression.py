@@ -135,7 +135,7 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
         except OSError as error:
             raise StoreError(f"{folder} cannot be created: {error.strerror or error}") from error
         check_output_path(output, "calibration")
-    unfinished_path = output.with_name(f"{output.name}.unfinished")
+    unfinished_path = unfinished_file(output)
     ids = model.text.encode(text)
     total_tokens = measure.count_calibration_tokens(model, len(ids))
     with progress_bar(total_tokens, not quiet, desc="measuring", unit="tok", leave=False) as bar:
@@ -143,7 +143,7 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
         def report_progress(token_count: int) -> None:
             bar.update(token_count)
 
-        calibration = measure.calibrate(model, ids, report_progress, unfinished_path)
+        calibration = measure.measure(model, ids, report_progress, unfinished_path)
     size_bytes = calibration.save(output)
     if not quiet:
         say(
@@ -151,6 +151,12 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
             f"held-out text: {calibration.r_squared:.2f}"
         )
     _measure_basis(model, ids, quiet)
+    unfinished_path.unlink(missing_ok=True)  # not before: an interrupted basis is resumed, too
+
+
+def unfinished_file(output: Path) -> Path:
+    """Return the file of partial results beside a calibration's file."""
+    return output.with_name(f"{output.name}.unfinished")
 
 
 def _measure_basis(model: "Model", ids: list[int], quiet: bool) -> None:

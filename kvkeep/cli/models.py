@@ -241,13 +241,17 @@ def pull(
     click.echo(f"{name} is in {folder}")
     if not with_calibration:
         return
-    from kvkeep.cli.compression import measure_calibration
+    from kvkeep.cli.compression import measure_calibration, unfinished_file
     from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
+    from kvkeep.evaluate.calibrate import has_results
     from kvkeep.evaluate.haystack import manual_text
 
     # In the dtype that commands use by default.
     model = load_by_name(name, "bfloat16", "cpu", weights=None, progress=not quiet)
-    if default_calibration(model) is None:
+    path, is_done = calibration_path(model), default_calibration(model) is not None
+    if is_done and (unfinished := unfinished_file(path)).exists():  # perhaps without the basis
+        is_done = not has_results(model, model.text.encode(manual_text()), unfinished)
+    if not is_done:
         measure_calibration(model, manual_text(), None, quiet=quiet)
     elif not quiet:
-        say(f"{calibration_path(model)} is its existing calibration")
+        say(f"{path} is its existing calibration")

@@ -32,7 +32,6 @@ MIN_SCORE = -27.6  # log of an attention weight of 1e-12; lower scores are clamp
 Progress = Callable[[int], None]  # called with the number of tokens evaluated since the last call
 
 
-@torch.inference_mode()
 def calibrate(
     model: LoadedModel,
     ids: Sequence[int],
@@ -52,13 +51,21 @@ def calibrate(
 
     Raises InvalidArgument for too few tokens, StoreError if the file cannot be written or read.
     """
+    calibration = measure(model, ids, progress, unfinished)
+    if unfinished is not None:
+        unfinished.unlink(missing_ok=True)
+    return calibration
+
+
+@torch.inference_mode()
+def measure(
+    model: LoadedModel, ids: Sequence[int], progress: Progress | None, unfinished: Path | None
+) -> Calibration:
+    """Do as `calibrate`, and leave the file of results, from which a repeated call has the same."""
     ids = validation.token_ids("ids", ids, model.spec.vocab_size)
     progress = validation.progress(progress) or (lambda tokens: None)
     parts = _text_parts(model, len(ids))
-    layout = model.decoder.new_cache().layout
-    hasher = blake3(str(sorted(model.fingerprint.to_dict().items())).encode())
-    hasher.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    digest = hasher.hexdigest()  # of model and text, on which the sums depend
+    digest, layout = _digest(model, ids), model.decoder.new_cache().layout
     sums = CalibrationSums(layout)
     if unfinished is not None:
         sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
@@ -72,9 +79,21 @@ def calibrate(
     surrogate = Surrogate.from_weights(surrogate_weights)
     statistics = replace(sums.query_sums.statistics(), surrogate=surrogate)
     r_squared = sums.held_out.r_squared(surrogate_weights)
-    if unfinished is not None:
-        unfinished.unlink(missing_ok=True)
     return Calibration(statistics, model.fingerprint.to_dict(), model.name, len(ids), r_squared)
+
+
+def has_results(model: LoadedModel, ids: Sequence[int], unfinished: Path) -> bool:
+    """Whether a file has results of `measure` for this model and text. Raises ForeignFile."""
+    layout, num_parts = model.decoder.new_cache().layout, len(_text_parts(model, len(ids)))
+    sums = CalibrationSums.resume(unfinished, _digest(model, ids), layout, num_parts)
+    return sums.parts_done > 0
+
+
+def _digest(model: LoadedModel, ids: Sequence[int]) -> str:
+    """Return a digest of model and text, on which the sums depend."""
+    hasher = blake3(str(sorted(model.fingerprint.to_dict().items())).encode())
+    hasher.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def count_calibration_tokens(model: LoadedModel, token_count: int) -> int:

@@ -7,8 +7,10 @@ from full_disk import small_files_only
 
 from kvkeep import load_model
 from kvkeep.compression.calibration.calibration import load_calibration
+from kvkeep.evaluate import basis, haystack
 
-TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
+TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,761 tokens
+CALIBRATION_STEPS, BASIS_STEPS = 13, 37  # of the model, with that text and short passages
 
 
 @pytest.fixture
@@ -111,6 +113,32 @@ def test_after_ctrl_c_the_same_command_resumes(
     assert invoke(*asked, input=TEXT).exit_code == 0
     assert output.read_bytes() == finished
     assert not (tmp_path / "b.kvcal.unfinished").exists()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "pull"])
+def test_after_ctrl_c_in_the_basis_only_that_is_measured_again(
+    invoke, tiny_folder: Path, ctrl_c_at, home: Path, monkeypatch, command: str
+) -> None:
+    monkeypatch.setattr(basis, "PASSAGE_TOKENS", 128)
+    monkeypatch.setattr(basis, "FOLLOWING_TOKENS", 32)
+    monkeypatch.setattr(haystack, "manual_text", lambda: TEXT)
+    commands = {
+        "calibrate": ("calibrate", "-", "-m", tiny_folder),
+        "pull": ("pull", tiny_folder, "--calibrate"),
+    }
+    asked = commands[command]
+    ctrl_c_at(CALIBRATION_STEPS + 2)
+    assert invoke(*asked, input=TEXT).exit_code == 130
+    (calibration,) = (home / "calibrations").glob("*.kvcal")
+    finished = calibration.read_bytes()
+    assert not (home / "bases").exists()
+    ctrl_c_at(BASIS_STEPS + 1)
+    resumed = invoke(*asked, input=TEXT)
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "basis of the codecs" in resumed.stderr.splitlines()[-1]
+    assert calibration.read_bytes() == finished
+    assert list((home / "calibrations").iterdir()) == [calibration]
+    assert len(list((home / "bases").iterdir())) == 1
 
 
 def test_a_session_continues_with_its_original_calibration(
