@@ -61,7 +61,8 @@ class Model(LoadedModel):
             chat = model.chat("You answer in one sentence.", max_kv_size=1024)
             print(chat.say("What is a KV cache?"))
 
-        system: the system prompt. Its tokens are never evicted, unless `keep` says otherwise.
+        system: the system prompt. Its tokens are never evicted, unless `keep` is passed; the
+            `keep` of a policy that is passed as an object is raised to their number.
         snapshot: of `Conversation.snapshot`, or a file of `kvkeep chat --session`; it brings its
             system prompt and settings. settings: of the new session; see `session`.
 
@@ -71,8 +72,8 @@ class Model(LoadedModel):
             if system is not None or settings:
                 raise InvalidArgument("a snapshot includes the system prompt and all settings")
             system = saved_system(snapshot.notes)
-        elif system is not None and settings.get("policy", "sliding") in _POLICIES_WITH_KEEP:
-            settings = {"keep": count_system_tokens(self.text, system), **settings}
+        elif system is not None:
+            settings = self._keep_system(system, **settings)
         session = self.session(**settings) if snapshot is None else self.restore(snapshot)
         return Conversation(session, self.text, self.end_token_ids, system)
 
@@ -151,6 +152,19 @@ class Model(LoadedModel):
         if checkpoint_bytes is not None:
             session.checkpoint_bytes = checkpoint_bytes
         return session
+
+    def _keep_system(
+        self, system: str, policy: PolicyName | Policy = "sliding", **settings: Any
+    ) -> dict[str, Any]:
+        """Return the settings of a session with a `keep` that includes a system prompt."""
+        if settings.get("keep") is None:
+            if isinstance(policy, Policy):
+                if "keep" in policy.settings():
+                    keep = max(policy.keep, count_system_tokens(self.text, system))
+                    policy = policy.with_settings(keep=keep)
+            elif policy in _POLICIES_WITH_KEEP:
+                settings["keep"] = count_system_tokens(self.text, system)
+        return {**settings, "policy": policy}
 
     def _fit_policy(self, policy: Policy) -> Policy:
         """Adapt a policy to the trained length. Raises InvalidArgument if it exceeds it."""

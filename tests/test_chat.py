@@ -59,6 +59,20 @@ def test_the_system_prompt_is_never_evicted(smollm2: Model) -> None:
     assert chat.session.cache.cells <= 96
 
 
+@pytest.mark.parametrize("policy", [kvkeep.Sliding(96), kvkeep.Shift(96), kvkeep.Archive(96)])
+def test_a_policy_that_is_an_object_keeps_the_system_prompt(
+    smollm2: Model, policy: kvkeep.Sliding | kvkeep.Archive
+) -> None:
+    by_name = smollm2.chat(SYSTEM, policy=policy.name, max_kv_size=96).session
+    session = smollm2.chat(SYSTEM, policy=policy).session
+    assert (session.policy, session.max_kv_size) == (policy.name, 96)
+    assert session.keep == by_name.keep > policy.keep
+    larger = kvkeep.Sliding(96, keep=80)
+    assert smollm2.chat(SYSTEM, policy=larger).session.keep == 80
+    assert smollm2.chat(SYSTEM, policy=kvkeep.Full(96)).session.policy == "full"
+    assert smollm2.chat(SYSTEM, keep=None, max_kv_size=96).session.keep == by_name.keep
+
+
 def test_a_chat_resumes_from_its_snapshot_to_the_bit(smollm2: Model, tmp_path: Path) -> None:
     chat = smollm2.chat(SYSTEM, max_kv_size=1024)
     chat.say("What is the capital of France?", 20, GREEDY)
