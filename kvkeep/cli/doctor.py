@@ -11,7 +11,7 @@ from kvkeep.cli.model_options import DTYPE_OPTION, WEIGHTS_OPTION, complete_mode
 from kvkeep.cli.options import JSON_OPTION, command, option
 from kvkeep.cli.output import echo_facts, echo_json, format_mb
 from kvkeep.cli.store import default_session_folder
-from kvkeep.models.hub.library import home
+from kvkeep.models.hub.library import data_folder, data_folders, home
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.storage.files.atomic import folder_size
 from kvkeep.types import DtypeName, WeightFormat
@@ -27,8 +27,12 @@ _DISK_FOLDERS = {
     "packed": ("packed weights", "kvkeep models rm NAME | FOLDER"),
     "unpacked": ("unpacked weights for bf16", "kvkeep models rm NAME"),
     "prefixes": ("the prefix cache", "kvkeep prefixes gc | clear"),
-    "calibrations": ("calibrations for compression", ""),
-    "server": ("sessions and prefix cache of `kvkeep serve`", ""),
+}
+# Kinds of data that are in the data folder, those of older versions and prompts in the home.
+_DATA_FOLDERS = {
+    "calibrations": "calibrations for compression",
+    "bases": "bases of the codecs small and smaller",
+    "server": "sessions and prefix cache of `kvkeep serve`",
 }
 
 
@@ -131,8 +135,11 @@ def disk(as_json: bool = JSON_OPTION) -> None:
         size = folder_size(home() / folder_name)
         rows.append((folder_name, size, description, cleanup_command, str(home() / folder_name)))
         other_bytes -= size
-    if sessions.root.is_relative_to(home()):
-        other_bytes -= folder_size(sessions.root)
+    for kind, description in _DATA_FOLDERS.items():
+        sizes = {folder: folder_size(folder) for folder in data_folders(kind)}
+        rows.append((kind, sum(sizes.values()), description, "", str(data_folder() / kind)))
+        other_bytes -= sizes[home() / kind]
+    other_bytes -= folder_size(home() / "sessions")
     rows.append(("other", max(0, other_bytes), "locks and other small files", "", str(home())))
     if as_json:
         keys = ("kind", "bytes", "what", "remedy", "place")
@@ -140,4 +147,5 @@ def disk(as_json: bool = JSON_OPTION) -> None:
         return
     for kind, size, description, cleanup, _ in rows:
         click.echo(f"{kind:<12}  {format_mb(size):>10}  {description:<39}  {cleanup}".rstrip())
-    click.echo(f"{'all':<12}  {format_mb(sum(row[1] for row in rows)):>10}  in {home()}")
+    places = " and ".join(dict.fromkeys((str(home()), str(data_folder()))))
+    click.echo(f"{'all':<12}  {format_mb(sum(row[1] for row in rows)):>10}  in {places}")

@@ -248,10 +248,11 @@ def pull(
 
     # In the dtype that commands use by default.
     model = load_by_name(name, "bfloat16", "cpu", weights=None, progress=not quiet)
-    path, is_done = calibration_path(model), default_calibration(model) is not None
-    if is_done and (unfinished := unfinished_file(path)).exists():  # perhaps without the basis
+    is_done = default_calibration(model) is not None
+    unfinished = unfinished_file(calibration_path(model))
+    if is_done and unfinished.exists():  # perhaps without the basis
         is_done = not has_results(model, model.text.encode(manual_text()), unfinished)
     if not is_done:
         measure_calibration(model, manual_text(), None, quiet=quiet)
     elif not quiet:
-        say(f"{path} is its existing calibration")
+        say(f"{name} keeps its existing calibration")

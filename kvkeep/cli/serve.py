@@ -29,6 +29,7 @@ from kvkeep.cli.options import (
     size_option,
 )
 from kvkeep.cli.output import format_size, say
+from kvkeep.cli.store import default_server_folder
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
@@ -209,7 +210,7 @@ def serve(
     serving: ServingOptions = option_group(ServingOptions),
     store: str | None = option(
         metavar="FOLDER|URL",
-        show_default="in kvkeep's own",
+        show_default="kvkeep's own folder",
         help="Folder or object store (s3://bucket/prefix) for sessions.",
     ),
     allow_edit: bool | None = option(
@@ -233,7 +234,7 @@ def serve(
     if store is not None and is_url(store):
         _serve_shared(serving, store, options)
     else:
-        _serve_folder(serving, Path(store) if store else home() / "server", options)
+        _serve_folder(serving, None if store is None else Path(store), options)
 
 
 def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) -> None:
@@ -263,7 +264,10 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
         run_server(server.engine, keys, options, server.middleware, server.leases.drain)
 
 
-def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]) -> None:
+def _serve_folder(serving: ServingOptions, store: Path | None, options: dict[str, Any]) -> None:
+    """Serve with sessions in a folder; None for kvkeep's own, with prompts in the cache folder."""
+    folder = default_server_folder() if store is None else store
+    prefixes = (home() / "server" if store is None else store) / "prefixes"
     model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
@@ -274,7 +278,7 @@ def _serve_folder(serving: ServingOptions, folder: Path, options: dict[str, Any]
         settings=serving.session_settings(model),
         limits=Limits(memory=serving.max_bytes),
         folder=folder / "sessions",
-        stores=folder / "prefixes" if serving.uses_prefix_cache() else None,
+        stores=prefixes if serving.uses_prefix_cache() else None,
         alignment=serving.alignment_options(),
         speculation=serving.speculation_options(),
         codec=serving.codec,

@@ -7,7 +7,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvkeep.cli.options import option
-from kvkeep.models.hub.library import home, home_is_set
+from kvkeep.errors import StoreError
+from kvkeep.models.hub.library import data_folders
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
@@ -34,21 +35,42 @@ def open_session_store(store: str | None) -> "SessionStore[Path | SessionPath]":
     return SharedSessions(open_object_store(store))
 
 
-def data_folder() -> Path:
-    """Return the folder for what users keep: $KVKEEP_HOME, or the system's for user data."""
-    if home_is_set():
-        return home()
-    from platformdirs import user_data_path
-
-    return user_data_path("kvkeep")
-
-
 def default_session_folder() -> SessionFolder:
     """Return the session store in the folder for what users keep."""
-    if home_is_set():
-        return SessionFolder(data_folder() / "sessions")
-    # Sessions of older versions are in the cache folder, which cleaning tools may empty.
-    return SessionFolder(data_folder() / "sessions", legacy_root=home() / "sessions")
+    folder, *legacy = data_folders("sessions")
+    return SessionFolder(folder, *legacy)
+
+
+def default_server_folder() -> Path:
+    """Return the folder of the sessions of `kvkeep serve`, which may be missing.
+
+    Those of older versions, in the cache folder, are moved there. Raises Locked if a server uses
+    them, StoreError if they cannot be moved.
+    """
+    folder, *legacy = data_folders("server")
+    if legacy:
+        _move_server(legacy[0], folder)
+    return folder
+
+
+def _move_server(source: Path, target: Path) -> None:
+    """Move the sessions of a server, after the secret by which their owners are known."""
+    for name in ("secret", "sessions"):
+        if (target / name).exists() or not (source / name).exists():
+            continue
+        for path in (source / name).glob("*/"):
+            sessions = SessionFolder(path)
+            for session in sessions.names():
+                with sessions.lock(session):
+                    pass  # no server uses it
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            (source / name).rename(target / name)
+        except OSError as error:
+            raise StoreError(
+                f"{source / name} cannot be moved to {target} ({error.strerror or error}): move it "
+                f"yourself, or use --store {source}"
+            ) from error
 
 
 def complete_sessions(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvkeep.cli.store import data_folder
+from kvkeep.models.hub.library import data_folder
 
 _ONE_HOUR_MS = 3_600_000
 _MAX_OUTPUT = 32_000

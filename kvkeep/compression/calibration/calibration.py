@@ -20,7 +20,7 @@ from kvkeep.cache.state import MAX_EXACT_INT
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.models.hub.library import home
+from kvkeep.models.hub.library import data_folders
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 
@@ -92,25 +92,29 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
 
 def calibration_path(model: LoadedModel) -> Path:
     """Return the default path of a model's calibration."""
-    saved_fingerprint = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
-    return _calibrations_folder() / f"{blake3(saved_fingerprint.encode()).hexdigest()[:24]}.kvcal"
+    return _calibration_paths(model)[0]
 
 
 def has_any_default_calibration() -> bool:
     """Whether any model has a calibration at its default path; needs no loaded model."""
-    return any(_calibrations_folder().glob("*.kvcal"))
+    return any(any(folder.glob("*.kvcal")) for folder in data_folders("calibrations"))
 
 
 def default_calibration(model: LoadedModel) -> Calibration | None:
     """Return the calibration at a model's default path, if any. Raises as `load_calibration`."""
     if not has_any_default_calibration():
         return None  # the path has the fingerprint, for which all weights are read
-    path = calibration_path(model)
-    return load_calibration(path, model) if path.exists() else None
+    for path in _calibration_paths(model):
+        if path.exists():
+            return load_calibration(path, model)
+    return None
 
 
-def _calibrations_folder() -> Path:
-    return home() / "calibrations"
+def _calibration_paths(model: LoadedModel) -> list[Path]:
+    """Return the default path, and then that of older versions if it was another."""
+    saved_fingerprint = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
+    file_name = f"{blake3(saved_fingerprint.encode()).hexdigest()[:24]}.kvcal"
+    return [folder / file_name for folder in data_folders("calibrations")]
 
 
 def _from_saved(

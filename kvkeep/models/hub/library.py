@@ -41,12 +41,29 @@ class LocalModel:
 
 
 def home() -> Path:
-    """Return the folder for all of kvkeep's data: $KVKEEP_HOME, or the user's cache folder."""
+    """Return the folder of models and caches: $KVKEEP_HOME, or the user's cache folder."""
     if home_is_set():
         return Path(os.environ["KVKEEP_HOME"]).expanduser().absolute()
     from platformdirs import user_cache_path
 
     return user_cache_path("kvkeep")
+
+
+def data_folder() -> Path:
+    """Return the folder for what users keep: $KVKEEP_HOME, or the system's for user data."""
+    if home_is_set():
+        return home()
+    from platformdirs import user_data_path
+
+    return user_data_path("kvkeep")
+
+
+def data_folders(kind: str) -> list[Path]:
+    """Return the folder of a kind of data, and then that of older versions if it was another.
+
+    They were in the cache folder, which cleaning tools may empty.
+    """
+    return list(dict.fromkeys(folder / kind for folder in (data_folder(), home())))
 
 
 def home_is_set() -> bool:

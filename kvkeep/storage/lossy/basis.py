@@ -21,7 +21,7 @@ from torch import Tensor
 from kvkeep.cache import Layout
 from kvkeep.cache.checks import require, require_finite, require_tensor
 from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
-from kvkeep.models.hub.library import home
+from kvkeep.models.hub.library import data_folders
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import layout_of
@@ -184,7 +184,7 @@ def add_basis(basis: CellBasis) -> Path:
     Earlier ones of the model stay, since files that were coded with them need them. A damaged file
     of the same basis is replaced.
     """
-    path = _folder() / f"{basis.digest}{BASIS_SUFFIX}"
+    path = _folders()[0] / f"{basis.digest}{BASIS_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _is_intact(path):
@@ -222,11 +222,13 @@ def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
 
 def find_basis(digest: str) -> CellBasis:
     """Return the basis that a file names. Raises StoreError if this machine does not have it."""
-    path = _folder() / f"{digest}{BASIS_SUFFIX}"
-    if not path.exists():
+    paths = [folder / f"{digest}{BASIS_SUFFIX}" for folder in _folders()]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
         raise StoreError(
-            f"the cells are coded with basis {digest[:12]}, which is not here: copy {path.name} "
-            f"from the folder of bases of the machine that wrote them to {path.parent}"
+            f"the cells are coded with basis {digest[:12]}, which is not here: copy "
+            f"{paths[0].name} from the folder of bases of the machine that wrote them to "
+            f"{paths[0].parent}"
         )
     try:
         return _load_cached(path)
@@ -253,9 +255,10 @@ def forget_cached() -> None:
 def _newest_first() -> list[Path]:
     """Return the files of this machine's bases."""
     dated = list[tuple[float, Path]]()
-    for path in _folder().glob(f"*{BASIS_SUFFIX}"):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            dated.append((path.stat().st_mtime, path))
+    for folder in _folders():
+        for path in folder.glob(f"*{BASIS_SUFFIX}"):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                dated.append((path.stat().st_mtime, path))
     return [path for _, path in sorted(dated, reverse=True)]
 
 
@@ -267,8 +270,8 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-def _folder() -> Path:
-    return home() / "bases"
+def _folders() -> list[Path]:
+    return data_folders("bases")
 
 
 @lru_cache(maxsize=2)
