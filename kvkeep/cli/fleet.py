@@ -81,6 +81,11 @@ def fleet(
         )
     if store.startswith("memory:"):
         raise InvalidArgument("--store memory:// is for one process, and a fleet has several")
+    if serving.memory.device != "cpu":  # Ray hides GPUs from servers that reserve none
+        raise InvalidArgument(
+            "the servers of a fleet compute on CPUs: leave --device out, or use kvkeep serve "
+            f"--device {serving.memory.device}"
+        )
     serving.memory.check()
     from kvkeep.fleet import deployment
 
@@ -119,6 +124,7 @@ def _replica_config(
         model=model.name,
         dtype=serving.memory.dtype,
         weight_format=serving.memory.weights,
+        output_format=serving.output_format,
         store_url=store,
         secret=secret,
         session_settings=serving.session_settings(model),

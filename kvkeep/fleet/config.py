@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -11,7 +11,10 @@ from kvkeep.server.keys import ApiKeys
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.storage.snapshots.codec import Codec
-from kvkeep.types import ContextPolicy
+from kvkeep.types import ContextPolicy, DtypeName, WeightFormat
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model
 
 _MIN_SECRET_BYTES = 32  # in the file
 _NO_SECRET = bytes(32)
@@ -22,8 +25,9 @@ class ReplicaConfig:
     """The configuration of each server: the arguments of `load_model`, `kvkeep serve` and more."""
 
     model: str  # the name of the model to load
-    dtype: str | None
-    weight_format: str | None
+    dtype: DtypeName
+    weight_format: WeightFormat | None  # None for that of the model's file
+    output_format: str | None  # of answers, by name; None for that of the chat template
     store_url: str
     secret: bytes  # shared by all servers, from `read_secret`
     session_settings: dict[str, Any]  # defaults of new sessions, with their calibration
@@ -42,6 +46,15 @@ class ReplicaConfig:
     alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     codec: Codec = "exact"
+
+    def load(self) -> "Model":
+        """Load the model."""
+        from kvkeep import load_model
+
+        model = load_model(self.model, dtype=self.dtype, weights=self.weight_format)
+        if self.output_format is not None:
+            model.renderer.choose_output_format(self.output_format)
+        return model
 
 
 @dataclass(frozen=True)

@@ -129,15 +129,12 @@ class ReplicaServer:
     def __init__(self, config: ReplicaConfig):
         import torch
 
-        from kvkeep import load_model
         from kvkeep.chat.prompt_rules import select_rules
         from kvkeep.server.app import LOCAL_HOSTS, application
         from kvkeep.server.service import Service
 
         torch.set_num_threads(config.threads)
-        options = {"dtype": config.dtype, "weights": config.weight_format}
-        load_options = {name: value for name, value in options.items() if value is not None}
-        model = load_model(config.model, **load_options)  # type: ignore[arg-type]
+        model = config.load()
         self._replica = Replica(
             model,
             config.store_url,

@@ -110,9 +110,7 @@ def test_a_calibration_of_an_older_version_is_found(
     (data / "calibrations").rename(cache / "calibrations")
     assert load_model(str(tiny_folder), dtype="float32").calibration is not None
     (row,) = (
-        row
-        for row in json.loads(invoke("disk", "--json").stdout)
-        if row["kind"] == "calibrations"
+        row for row in json.loads(invoke("disk", "--json").stdout) if row["kind"] == "calibrations"
     )
     (file,) = (cache / "calibrations").iterdir()
     assert row["bytes"] == file.stat().st_size

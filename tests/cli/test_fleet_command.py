@@ -6,7 +6,9 @@ import pytest
 from cli.conftest import Invoke
 
 from kvkeep.errors import Conflict, StoreError
+from kvkeep.fleet.config import ReplicaConfig
 from kvkeep.fleet.replica import require_conditional_writes
+from kvkeep.server.keys import ApiKeys
 from kvkeep.storage.objects import ObjectStore, open_object_store
 
 
@@ -20,6 +22,7 @@ from kvkeep.storage.objects import ObjectStore, open_object_store
         (["--store", "file:///tmp/x", "--replicas", "none"], "or a range"),
         (["--store", "file:///tmp/x", "--replicas", "3-1"], "or a range"),
         (["--store", "file:///tmp/x", "--host", "0.0.0.0"], "--api-key-file"),
+        (["--store", "file:///tmp/x", "--device", "cuda"], "kvkeep serve --device cuda"),
     ],
 )
 def test_invalid_options_are_refused(invoke: Invoke, options: list[str], said: str) -> None:
@@ -36,6 +39,27 @@ def test_api_keys_need_a_shared_secret(invoke: Invoke, tmp_path: Path, command: 
     result = invoke(command, "--store", store, "--api-key-file", keys)
     assert result.exit_code == 2
     assert "openssl rand" in result.stderr
+
+
+def test_a_server_reads_answers_in_the_format_that_is_given(tiny_folder: Path) -> None:
+    config = ReplicaConfig(
+        model=str(tiny_folder),
+        dtype="float32",
+        weight_format=None,
+        output_format="mistral",
+        store_url="memory://",
+        secret=bytes(32),
+        session_settings={},
+        memory_bytes=1,
+        share_prefixes=False,
+        threads=1,
+        lease_seconds=2.0,
+        api_keys=ApiKeys(),
+        hosts=(),
+        origins=(),
+        alias=None,
+    )
+    assert config.load().renderer.output_format.name == "mistral"
 
 
 class _UnconditionalStore:
