@@ -73,10 +73,7 @@ def load_by_name(
 ) -> "Model":
     """Load a model by name; warn if it has no fast kernels. weights: None for the file's."""
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
-    is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
-    if not is_known_name and Path(name).expanduser().exists():
-        # Sessions store the name, and may be continued from another working directory.
-        name = str(Path(name).expanduser().absolute())
+    name = absolute_name(name)
     # A download has progress bars of its own, which a spinner would disturb.
     is_downloaded = local_folder(name.removeprefix("transformers:")) is not None
     with spinner(f"loading {name}", progress and is_downloaded), warnings.catch_warnings():
@@ -89,6 +86,17 @@ def load_by_name(
     if not click.get_current_context().params.get("quiet"):
         _warn_once(slow_path_message(model.path))
     return model
+
+
+def absolute_name(name: str) -> str:
+    """Return a model's name, as an absolute path if it is that of a file or folder.
+
+    Sessions store it, and may be continued from another working directory.
+    """
+    is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
+    if is_known_name or not Path(name).expanduser().exists():
+        return name
+    return str(Path(name).expanduser().absolute())
 
 
 @cache  # a second call with the same text does nothing

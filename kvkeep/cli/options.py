@@ -182,6 +182,12 @@ def is_given(parameter: str) -> bool:
     return source is not ParameterSource.DEFAULT
 
 
+def is_in_command_line(parameter: str) -> bool:
+    """Whether the user gave an option of the running command as an argument."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is ParameterSource.COMMANDLINE
+
+
 def _sampling_option(default: float, help: str) -> Any:
     """Declare an option whose default is the model's recommendation, or else `default`."""
     metavar, shown_default = "N" if isinstance(default, int) else "X", f"{default}, or the model's"

@@ -29,7 +29,7 @@ from kvkeep.cli.options import (
     size_option,
 )
 from kvkeep.cli.output import format_size, say
-from kvkeep.cli.store import default_server_folder
+from kvkeep.cli.store import default_server_folder, require_no_server
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url
@@ -267,6 +267,7 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
 def _serve_folder(serving: ServingOptions, store: Path | None, options: dict[str, Any]) -> None:
     """Serve with sessions in a folder; None for kvkeep's own, with prompts in the cache folder."""
     folder = default_server_folder() if store is None else store
+    require_no_server(folder)
     prefixes = (home() / "server" if store is None else store) / "prefixes"
     model = serving.load()
     from kvkeep.engine import Engine, Limits

@@ -7,7 +7,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvkeep.cli.options import option
-from kvkeep.errors import StoreError
+from kvkeep.errors import Locked, StoreError
 from kvkeep.models.hub.library import data_folders
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
@@ -53,16 +53,27 @@ def default_server_folder() -> Path:
     return folder
 
 
+def require_no_server(folder: Path) -> None:
+    """Raise Locked if a running server uses a session in its folder."""
+    for path in (folder / "sessions").glob("*/"):
+        sessions = SessionFolder(path)
+        for name in sessions.names():
+            try:
+                with sessions.lock(name):
+                    continue
+            except Locked:
+                raise Locked(
+                    f"another server uses the sessions in {folder}: stop it, or give this one a "
+                    "folder with --store FOLDER"
+                ) from None
+
+
 def _move_server(source: Path, target: Path) -> None:
     """Move the sessions of a server, after the secret by which their owners are known."""
+    require_no_server(source)
     for name in ("secret", "sessions"):
         if (target / name).exists() or not (source / name).exists():
             continue
-        for path in (source / name).glob("*/"):
-            sessions = SessionFolder(path)
-            for session in sessions.names():
-                with sessions.lock(session):
-                    pass  # no server uses it
         try:
             target.mkdir(parents=True, exist_ok=True)
             (source / name).rename(target / name)

@@ -22,10 +22,10 @@ from kvkeep.client.remote import (
     path_segment,
     text_fields,
 )
+from kvkeep.client.transport import http_options
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 ServerEvent = tuple[str, Any]  # a name and its data
-_TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
 _MAX_TRIES = 3  # of a request whose response is lost
 _RUNNING_SECONDS = 0.2  # until a retry is sent again while the first try is still running
 _get_data = itemgetter("data")  # the entries in the JSON of a list
@@ -52,6 +52,10 @@ _ERROR_TYPES: dict[Any, type[errors.KvkeepError]] = {  # by the code in the resp
 
 class _BaseClient(ApiClient):
     """The requests of both clients. Methods return results, or in `AsyncClient` awaitables."""
+
+    def require_kvkeep(self) -> Any:
+        """Raise ServerError if what answers at the address is not kvkeep."""
+        return self.send(ApiRequest("GET", "/v1/models"), _require_owner)
 
     def session(self, name: str) -> RemoteSession:
         """Return an existing session; no request is sent yet."""
@@ -125,7 +129,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, **options: Any):
-        self._http = httpx.Client(**_http_options(url, api_key, options))
+        self._http = httpx.Client(**http_options(url, api_key, options))
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -138,7 +142,7 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
         while True:
             with tries.one():
                 response = self._http.request(**request.arguments())
-                return convert(_json_or_error(response))
+                return _result(response, convert)
             time.sleep(tries.pause)
 
     def stream(self, request: ApiRequest) -> Iterator[ServerEvent]:
@@ -148,9 +152,9 @@ class Client(_BaseClient, AbstractContextManager["Client"]):
             _transport_errors(self._http.base_url),
             self._http.stream(**request.arguments()) as response,
         ):
-            if not response.is_success:
+            if not _has_events(response):
                 response.read()
-                _json_or_error(response)
+                raise _error_of(response)
             for data in response.iter_bytes():
                 yield from parser.push(data)
 
@@ -159,7 +163,7 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     """An asyncio client: await methods, and iterate over streams by `async for`."""
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, **options: Any):
-        self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
+        self._http = httpx.AsyncClient(**http_options(url, api_key, options))
 
     async def __aexit__(self, *failure: object) -> None:
         await self.close()
@@ -172,7 +176,7 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         while True:
             with tries.one():
                 response = await self._http.request(**request.arguments())
-                return convert(_json_or_error(response))
+                return _result(response, convert)
             await asyncio.sleep(tries.pause)
 
     async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
@@ -180,17 +184,12 @@ class AsyncClient(_BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         parser = _EventParser()
         with _transport_errors(self._http.base_url):
             async with self._http.stream(**request.arguments()) as response:
-                if not response.is_success:
+                if not _has_events(response):
                     await response.aread()
-                    _json_or_error(response)
+                    raise _error_of(response)
                 async for data in response.aiter_bytes():
                     for event in parser.push(data):
                         yield event
-
-
-def _http_options(url: str, api_key: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
 
 
 class _Tries:
@@ -225,10 +224,32 @@ def _transport_errors(url: object) -> Iterator[None]:
         raise _no_response_error(url, error) from error
 
 
-def _json_or_error(response: httpx.Response) -> Any:
-    """Return the JSON of a response. Raises the engine's error that it reports."""
+def _result(response: httpx.Response, convert: FromJson) -> Any:
+    """Return the result in a response. Raises the error that it reports."""
+    if not response.is_success:
+        raise _error_of(response)
+    try:
+        return convert(response.json())
+    except (ValueError, LookupError, TypeError) as error:
+        raise _error_of(response) from error
+
+
+def _require_owner(models: Any) -> None:
+    """Raise ValueError if a list of models is not of kvkeep."""
+    if models["data"][0]["owned_by"] != "kvkeep":
+        raise ValueError("a list of models of another server")
+
+
+def _has_events(response: httpx.Response) -> bool:
+    content_type = response.headers.get("Content-Type", "")
+    return response.is_success and content_type.startswith("text/event-stream")
+
+
+def _error_of(response: httpx.Response) -> Exception:
+    """Return the engine's error that a response reports, or that for a response of no engine."""
     if response.is_success:
-        return response.json()
+        url = response.url.copy_with(raw_path=b"/")
+        return errors.ServerError(f"{url} is not a kvkeep server: its response cannot be read")
     try:
         error = response.json()["error"]
         message, code = str(error["message"]), error.get("code")
@@ -236,7 +257,7 @@ def _json_or_error(response: httpx.Response) -> Any:
         message, code = f"the server answered with status {response.status_code}", None
     seconds = response.headers.get("Retry-After", "")
     retry_after = float(seconds) if re.fullmatch("[0-9]+", seconds) else 1.0
-    raise _error_for(message, code, response.status_code, retry_after)
+    return _error_for(message, code, response.status_code, retry_after)
 
 
 def _error_for(message: str, code: object, status: object, retry_after: float) -> Exception:

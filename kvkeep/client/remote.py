@@ -1,5 +1,6 @@
 """A session on a server, and the requests that its methods send."""
 
+import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +26,14 @@ class ApiRequest:
     idempotency_key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for httpx."""
+        """Return the keyword arguments for httpx. Raises InvalidArgument for what JSON lacks."""
         headers = {} if self.method == "GET" else {"Idempotency-Key": self.idempotency_key}
         if self.revision is not None:
             headers["If-Match"] = f'"{self.revision}"'
-        body = None if self.method in ("GET", "DELETE") else _without_none(self.body)
-        payload = {"json": body, "params": _without_none(self.params)}
+        payload: dict[str, Any] = {"params": _without_none(self.params)}
+        if self.method not in ("GET", "DELETE"):
+            headers["Content-Type"] = "application/json"
+            payload["content"] = _json_bytes(_without_none(self.body))
         return {"method": self.method, "url": self.path, "headers": headers, **payload}
 
 
@@ -227,7 +230,17 @@ def path_segment(name: str) -> str:
     """Return a name as one segment of a URL's path. Raises InvalidArgument if it cannot be one."""
     if name in ("", ".", "..") or "/" in name:  # servers would read another path
         raise InvalidArgument(f"{name!r:.120} is not a valid name")
-    return quote(name, safe="")
+    try:
+        return quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name!r:.120} is not a valid name: {error}") from error
+
+
+def _json_bytes(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, TypeError) as error:  # NaN, a lone surrogate, an object of another type
+        raise InvalidArgument(f"the request cannot be sent as JSON: {error}") from error
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

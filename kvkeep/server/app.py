@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.staticfiles import StaticFiles
 
 from kvkeep.engine import Totals
+from kvkeep.models.hub.names import name_digest
 from kvkeep.policies import largest_budgets
 from kvkeep.server import embeddings
 from kvkeep.server.anthropic import messages as anthropic
@@ -130,12 +131,14 @@ async def icon() -> Response:
 async def page_settings(context: ContextDep) -> dict[str, Any]:
     """Return the model's name, whether the web UI may change sessions, and their defaults.
 
-    `budgets` are the largest ones of each policy.
+    `budgets` are the largest ones of each policy; `name_digest` is of the name or path under which
+    the model was loaded.
     """
     sampling = context.default_sampling
     return {
         "edits": context.service.allow_edit,
         "model": context.service.model_name,
+        "name_digest": name_digest(context.engine.model.name),
         "policy": context.engine.default_policy,
         "max_kv_size": context.engine.default_max_kv_size,
         "budgets": largest_budgets(context.engine.model.spec.max_positions),

@@ -13,13 +13,20 @@ import httpx
 import pytest
 from cli.conftest import Invoke, Start
 from server.conftest import RunningServer, running_server
+from small_models import small_model
 from timeouts import PATIENCE
 
 from kvkeep.cli.launch.clients import CLIENTS
 from kvkeep.cli.launch.clients import RunningServer as LaunchServer
+from kvkeep.cli.launch.server import find_server, serves
 from kvkeep.model import Model
+from kvkeep.models.hub.names import name_digest
+from kvkeep.server.keys import ApiKeys
+from kvkeep.storage.sessions.folder import SessionFolder
 
 NAMES = sorted(CLIENTS)
+NONE = "http://127.0.0.1:9"  # where no server is
+KEY = "a-key-of-sixteen-1"
 
 # A client that writes what it got to a file, and ends with status 7.
 CLIENT = f"""#!{sys.executable}
@@ -180,3 +187,106 @@ def test_signals_are_passed_on_to_the_client(
     assert process.stdout.readline() == b"waits\n"
     process.send_signal(number)
     assert process.wait(PATIENCE) == 9
+
+
+@pytest.fixture(scope="module")
+def keyed(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(smollm2, tmp_path_factory.mktemp("keyed"), ApiKeys([KEY])) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "needs an API key: use --api-key"),
+        (("--api-key", "wrong"), "needs another API key"),
+        (("--api-key", "cl\u00e9"), "ASCII characters only"),
+    ],
+)
+def test_a_client_without_the_servers_key_is_not_started(
+    invoke: Invoke, keyed: RunningServer, seen: Path, options: tuple[str, ...], said: str
+) -> None:
+    result = invoke("launch", "aider", "--server", keyed.url, *options)
+    assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+    assert not seen.exists()
+    result = invoke("launch", "aider", "--server", keyed.url, "--api-key", KEY)
+    assert result.exit_code == 7, result.stderr
+    environment = json.loads(seen.read_text())["environment"]
+    assert environment["AIDER_OPENAI_API_KEY"] == KEY
+
+
+def test_a_proxy_is_not_used_for_a_server_of_this_machine(
+    invoke: Invoke, server: RunningServer, seen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert invoke("launch", "aider", "--server", server.url).exit_code == 7
+
+
+@pytest.mark.parametrize("url", ["http://localhost:80x80", "localhost:8080"])
+def test_an_address_that_is_none_is_refused(invoke: Invoke, url: str) -> None:
+    result = invoke("launch", "aider", "--server", url, "--print")
+    assert result.exit_code == 2
+    assert "not the address of a server" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["-q", "--quiet", "--alias x -q"])
+def test_a_server_that_prints_no_address_is_refused(invoke: Invoke, option: str) -> None:
+    result = invoke("launch", "codex", "--serve", option)
+    assert (result.exit_code, "leave -q out" in result.stderr) == (2, True)
+    script = invoke("launch", "codex", "--server", NONE, "--serve", "--alias -q", "--print")
+    assert script.exit_code == 0
+
+
+def test_models_are_compared_by_their_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name / "merged" for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    server = LaunchServer(NONE, "merged", name_digest=name_digest(str(folders[0])))
+    assert serves(server, None)
+    assert serves(server, "first/merged")
+    assert serves(server, str(folders[0]))
+    assert not serves(server, "second/merged")
+    assert not serves(server, "owner/merged")
+    assert serves(server, "merged")
+    monkeypatch.chdir(folders[1].parent)
+    assert not serves(server, "merged"), "the folder here is another one"
+    of_owner = LaunchServer(NONE, "m:Q4_K_M", name_digest=name_digest("owner/m:Q4_K_M"))
+    assert serves(of_owner, "owner/m:Q4_K_M")
+    assert not serves(of_owner, "other/m:Q4_K_M")
+    assert serves(LaunchServer(NONE, "alias/x", name_digest="0"), "alias/x")
+    assert serves(LaunchServer(NONE, "merged"), "second/merged"), "an older server"
+
+
+def test_a_server_says_under_which_name_its_model_was_loaded(server: RunningServer) -> None:
+    found = find_server(server.url, None)
+    assert found is not None
+    assert found.name_digest == name_digest(server.service.model.name)
+
+
+def test_a_server_is_started_beside_another_one(
+    invoke: Invoke, tiny_folder: Path, seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its sessions apart, and accepts the key that is given."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    sessions = SessionFolder(tmp_path / "home" / "server" / "sessions" / "0")
+    with sessions.lock("a") as path:
+        small_model().session().snapshot().save(path)
+        serve = f"--dtype float32 --api-key-file {keys}"
+        options = ("--server", NONE, "-m", tiny_folder, "--api-key", KEY, "--serve", serve)
+        result = invoke("launch", "claude", *options)
+        assert result.exit_code == 7, result.stderr
+        assert "another server uses kvkeep's folder" in result.stderr
+        refused = invoke("serve", "-m", tiny_folder)
+        assert refused.exit_code == 2
+        assert f"another server uses the sessions in {tmp_path / 'home' / 'server'}" in (
+            refused.stderr
+        )
+        assert "--store FOLDER" in refused.stderr
+    assert json.loads(seen.read_text())["environment"]["ANTHROPIC_AUTH_TOKEN"] == KEY

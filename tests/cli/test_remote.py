@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from cli.conftest import Invoke
@@ -95,6 +97,51 @@ def test_options_for_a_local_model_are_refused(
     refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
     assert refused.exit_code == 2
     assert "cannot be used with --server" in refused.stderr
+
+
+def test_variables_for_commands_of_this_machine_do_not_matter(
+    invoke: Invoke, server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("s" * 32)
+    monkeypatch.setenv("KVKEEP_STORE", str(tmp_path))
+    monkeypatch.setenv("KVKEEP_SECRET_FILE", str(tmp_path / "secret"))
+    talked = invoke("chat", "--server", server.url, "-n", 2, input="Hello.\n")
+    assert talked.exit_code == 0, talked.stderr
+    refused = invoke("chat", "--server", server.url, "--store", tmp_path, input="Hello.\n")
+    assert refused.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("http://localhost:80x80", "not the address of a server"), ("PAGES", "not a kvkeep server")],
+)
+def test_what_is_no_kvkeep_server_is_an_error(invoke: Invoke, url: str, said: str) -> None:
+    class Page(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as pages:
+        thread = Thread(target=pages.serve_forever)
+        thread.start()
+        url = url.replace("PAGES", f"http://127.0.0.1:{pages.server_port}")
+        try:
+            refused = invoke("chat", "--server", url, input="Hello.\n")
+        finally:
+            pages.shutdown()
+            thread.join()
+    assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
+
+
+def test_a_key_that_is_not_ascii_is_named(
+    invoke: Invoke, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_API_KEY", "cl\u00e9")
+    refused = invoke("chat", "--server", server.url, input="Hello.\n")
+    assert (refused.exit_code, "$KVKEEP_API_KEY" in refused.stderr) == (2, True)
 
 
 def test_an_unreachable_server_is_an_error(invoke: Invoke) -> None:

@@ -15,7 +15,7 @@ from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryOptions
 from kvkeep.cli.memory_map import draw_map, overwritten_lines, residual_lines, status_line
-from kvkeep.cli.options import is_given
+from kvkeep.cli.options import is_given, is_in_command_line
 from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.client.remote import ApiRequest
@@ -44,12 +44,14 @@ def chat_at_server(
     settings: ChatSettings,
 ) -> None:
     """Run a chat in a session on a server. session_name: None for one deleted at its end."""
-    refused_options = [option for option in _LOCAL_OPTIONS if is_given(option)]
+    # Not those of environment variables, which are for commands of this machine.
+    refused_options = [option for option in _LOCAL_OPTIONS if is_in_command_line(option)]
     if refused_options:
         flags = ", ".join(map(_flag, refused_options))
         raise InvalidArgument(f"{flags} cannot be used with --server, which loads its own model")
     requested = {name: getattr(memory, name) for name in _SESSION_OPTIONS if is_given(name)}
     with Client(url, api_key) as client:
+        client.require_kvkeep()
         name = _open_session(client, session_name, requested)
         RemoteChat(client, name, system, settings, is_named=session_name is not None).run_loop()
 

@@ -44,7 +44,10 @@ def launch(
         metavar="URL", default=DEFAULT_URL, help="Server to use, if it is running."
     ),
     api_key: str | None = option(
-        metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="API key of the server."
+        metavar="KEY",
+        envvar="KVKEEP_API_KEY",
+        show_envvar=True,
+        help="API key of the server, also of one that is started with keys.",
     ),
     serve: str = option(
         metavar="OPTIONS",
@@ -81,7 +84,7 @@ def launch(
         raise InvalidArgument(f"{chosen.program} is not installed: run `{chosen.install}`")
     with ExitStack() as stack:
         if running is None:
-            running = stack.enter_context(started_server(model, serve_options))
+            running = stack.enter_context(started_server(model, serve_options, api_key))
         warn_of_short_context(running)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvkeep-launch-")))
         settings = chosen.settings(running, folder)

@@ -19,12 +19,16 @@ _MAX_OUTPUT = 32_000
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server to which a client connects. context: its tokens, if known; key: its API key."""
+    """A server to which a client connects.
+
+    context: its tokens, if known. key: its API key. name_digest: of its model, if known.
+    """
 
     url: str
     model: str
     context: int | None = None
     key: str = "none"
+    name_digest: str | None = None
 
     @property
     def openai_url(self) -> str:

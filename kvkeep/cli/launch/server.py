@@ -9,12 +9,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from kvkeep.cli.launch.clients import RunningServer
+from kvkeep.cli.model_options import absolute_name
 from kvkeep.cli.output import say, spinner
-from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.cli.serve import serve
+from kvkeep.cli.store import default_server_folder, require_no_server
+from kvkeep.client.transport import http_options
+from kvkeep.errors import InvalidArgument, KvkeepError, Locked
+from kvkeep.models.hub.names import name_digest
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
 # Agents send 5,000 to 15,000 tokens of instructions and tools before the first question.
@@ -26,24 +32,50 @@ _SHUTDOWN_SECONDS = 15.0
 def find_server(url: str, key: str | None) -> RunningServer | None:
     """Return the kvkeep server at an address, or None if none answers there.
 
-    Raises KvkeepError if it needs another API key.
+    Raises InvalidArgument for an address or a key that cannot be one, KvkeepError if the server
+    needs another API key.
     """
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        response = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=5.0)
-        if response.status_code == 401:
-            raise KvkeepError(f"the server at {url} needs an API key: set $KVKEEP_API_KEY")
-        entry = response.raise_for_status().json()["data"][0]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError):
-        return None
-    if entry.get("owned_by") != "kvkeep":
-        return None
-    return RunningServer(url.rstrip("/"), entry["id"], entry["n_ctx"], key or "none")
+    with httpx.Client(**http_options(url, key, {"timeout": 5.0})) as client:
+        try:
+            entry = _get(client, "/v1/models")["data"][0]
+            if entry["owned_by"] != "kvkeep":
+                return None
+            digest = _get(client, "/v1/page").get("name_digest")  # needs the key, unlike the list
+            context = entry["n_ctx"]
+        except _NeedsKey:
+            raise KvkeepError(
+                f"the server at {url} needs {'an' if key is None else 'another'} API key: use "
+                "--api-key or $KVKEEP_API_KEY"
+            ) from None
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+    return RunningServer(url.rstrip("/"), entry["id"], context, key or "none", digest)
+
+
+class _NeedsKey(Exception):
+    """A request without an API key that the server accepts."""
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    response = client.get(path)
+    if response.status_code == 401:
+        raise _NeedsKey
+    return response.raise_for_status().json()
 
 
 def serves(server: RunningServer, model: str | None) -> bool:
-    """Whether a server has the model with a name. model: None for any."""
-    return model is None or server.model in (model, Path(model).name)
+    """Whether a server has the model with a name. model: None for any.
+
+    Paths, and names with an owner, are compared as a whole, if the server says what its own is.
+    """
+    if model is None:
+        return True
+    name = absolute_name(model)
+    if name == model == server.model:  # which may be an alias
+        return True
+    if server.name_digest is not None and "/" in name:
+        return server.name_digest == name_digest(name)
+    return server.model in (model, Path(model).name)
 
 
 def warn_of_short_context(server: RunningServer) -> None:
@@ -62,10 +94,18 @@ def serve_command(model: str | None, options: Sequence[str], port: int) -> list[
 
 
 @contextmanager
-def started_server(model: str | None, options: Sequence[str]) -> Iterator[RunningServer]:
-    """Start a server on a free port; stop it at the end. Raises KvkeepError if it cannot start."""
-    command = [sys.executable, "-m", "kvkeep", *serve_command(model, options, 0)]
-    with tempfile.NamedTemporaryFile(prefix="kvkeep-serve-", suffix=".log") as log:
+def started_server(
+    model: str | None, options: Sequence[str], key: str | None
+) -> Iterator[RunningServer]:
+    """Start a server on a free port; stop it at the end. key: an API key that it accepts.
+
+    Raises KvkeepError if it cannot start, or needs another key.
+    """
+    with (
+        _free_store() as store,
+        tempfile.NamedTemporaryFile(prefix="kvkeep-serve-", suffix=".log") as log,
+    ):
+        command = [sys.executable, "-m", "kvkeep", *serve_command(model, [*store, *options], 0)]
         # In a session of its own: Ctrl-C in the terminal is for the client.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -73,13 +113,26 @@ def started_server(model: str | None, options: Sequence[str]) -> Iterator[Runnin
         try:
             with spinner(f"starting kvkeep serve with {model or DEFAULT_MODEL}", True):
                 url = _await_address(process, Path(log.name))
-            server = find_server(url, None)
+            server = find_server(url, key)
             if server is None:
                 raise KvkeepError(f"the server that was started at {url} does not answer")
             say(f"kvkeep serves {server.model} on {url}, until the client ends")
             yield server
         finally:
             _stop(process)
+
+
+@contextmanager
+def _free_store() -> Iterator[list[str]]:
+    """Yield the options for a temporary store, if another server uses kvkeep's own folder."""
+    try:
+        require_no_server(default_server_folder())
+    except Locked:
+        say("kvkeep: another server uses kvkeep's folder: this one keeps sessions until it ends")
+        with tempfile.TemporaryDirectory(prefix="kvkeep-serve-") as folder:
+            yield ["--store", folder]
+    else:
+        yield []
 
 
 def _await_address(process: "subprocess.Popen[bytes]", log: Path) -> str:
@@ -109,8 +162,16 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def parse_serve_options(text: str) -> list[str]:
-    """Split the value of `--serve` as a shell does. Raises InvalidArgument for open quotes."""
+    """Split the value of `--serve` as a shell does.
+
+    Raises InvalidArgument for open quotes, and for -q.
+    """
     try:
-        return shlex.split(text)
+        options = shlex.split(text)
     except ValueError as error:
         raise InvalidArgument(f"--serve {text!r} is not a list of options: {error}") from error
+    if serve.make_context("serve", list(options), resilient_parsing=True).params["quiet"]:
+        raise InvalidArgument(
+            "leave -q out of --serve: the server's address is read from its output"
+        )
+    return options

@@ -1,5 +1,6 @@
 """Short names that users give to GGUF files and model folders. Each is a symbolic link."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -13,6 +14,11 @@ _VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def name_path(name: str) -> Path:
     """Return the path of a name's symbolic link; that of the folder of links for ""."""
     return home() / "names" / name
+
+
+def name_digest(name: str) -> str:
+    """Return a digest of a model's name or absolute path, by which a server is recognised."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def named_models() -> dict[str, LocalModel]:
