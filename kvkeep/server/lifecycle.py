@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import math
 import signal
 import socket
 import time
@@ -22,17 +24,22 @@ from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
 _BACKLOG = 512  # connections that wait to be accepted
+_ERROR_SECONDS = 1  # for requests to end with an error, after the grace
 
 
 class _UvicornServer(uvicorn.Server):
-    """Shuts down on SIGINT and SIGTERM so that the process exits with 0; prints the banner."""
+    """Shuts down on SIGINT and SIGTERM so that the process exits with 0; prints the banner.
 
-    def __init__(self, config: uvicorn.Config, service: Service, banner: str):
+    grace: seconds after which generations that still run end with an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, banner: str, grace: float):
         super().__init__(config)
-        self._service, self._banner = service, banner
+        self._service, self._banner, self._grace = service, banner, grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.closing = True  # ends streams of events, which uvicorn would wait for
+        asyncio.get_running_loop().call_later(self._grace, self._service.end_streams)
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
@@ -71,8 +78,9 @@ def run_server(
     )
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"], middleware)
-    grace = max(1, round(options["grace"]))
-    config = connection_config(app, timeout_graceful_shutdown=grace)
+    timeout = math.ceil(options["grace"]) + _ERROR_SECONDS
+    config = connection_config(app, timeout_graceful_shutdown=timeout)
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     web_ui_mode = "chat and edits" if options["allow_edit"] else "read-only; see --allow-edit"
     urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"
@@ -80,12 +88,18 @@ def run_server(
 
     async def serve_and_drain() -> None:
         try:
-            await _UvicornServer(config, service, banner).serve(sockets=[listener])
+            server = _UvicornServer(config, service, banner, options["grace"])
+            await server.serve(sockets=[listener])
         finally:
             if drain is not None:
                 await drain()
 
     asyncio.run(serve_and_drain())
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a log record is not of a request that uvicorn cancelled at the shutdown."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def free_port(host: str, port: int) -> int:

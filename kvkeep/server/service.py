@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
+from weakref import WeakSet
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -26,6 +27,7 @@ from kvkeep.engine import (
     RequestLike,
     SessionRecord,
 )
+from kvkeep.errors import Cancelled
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.admission_queue import AdmissionQueue
@@ -68,6 +70,7 @@ class Service:
     )
     # OpenAI responses in progress, by owner and id.
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
+    streams: "WeakSet[GenerationStream]" = field(default_factory=WeakSet)  # of running requests
 
     @property
     def model(self) -> Model:
@@ -89,6 +92,11 @@ class Service:
             if placed is not chat:
                 return placed, (*names, LATE_TOOLS)
         return chat, names
+
+    def end_streams(self) -> None:
+        """End all generations with the error that the server shuts down."""
+        for stream in list(self.streams):
+            stream.fail(Cancelled("the server is shutting down"))
 
     def max_tokens(self, requested: int | None) -> int:
         """Return the requested limit; by default, the model's number of positions."""
@@ -156,6 +164,7 @@ class RequestContext:
         patience: seconds after which it returns although they have not started: iterating over the
         stream then waits for that. If a submission fails, which is raised, all are cancelled.
         """
+        self.service.streams.add(stream)
         await stream.start(self._admit(submissions), patience)
 
     async def _admit(self, submissions: Sequence[Submission]) -> list[Generation]:
@@ -233,6 +242,7 @@ class GenerationStream:
         self.listeners = [partial(self._enqueue, index) for index in range(generation_count)]
         self.generations: list[Generation] = []  # empty until they are admitted
         self._admission: asyncio.Task[list[Generation]] | None = None
+        self._failure: Exception | None = None
         self.results = [GenerationResult() for _ in range(generation_count)]
         self._loop = asyncio.get_running_loop()
         self._queue: deque[tuple[int, GenerationEvent]] = deque()
@@ -262,14 +272,14 @@ class GenerationStream:
             self._admission.cancel()
             raise
         if self._admission.done():
-            self.generations = self._admission.result()
+            self.generations = await self._admitted(self._admission)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Yield (generation index, event). Raises the first failure. Stopping cancels the rest."""
         finished_count = 0
         try:
             if self._admission is not None and not self.generations:
-                self.generations = await self._admission
+                self.generations = await self._admitted(self._admission)
             while finished_count < len(self.generations):
                 await self._events_available.wait()
                 self._events_available.clear()
@@ -290,6 +300,22 @@ class GenerationStream:
                     yield index, event
         finally:
             self.cancel()
+
+    async def _admitted(self, admission: asyncio.Task[list[Generation]]) -> list[Generation]:
+        try:
+            return await admission
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+
+    def fail(self, error: Exception) -> None:
+        """End all generations with an error, also while they wait for admission."""
+        self._failure = error
+        for index in range(len(self.listeners)):
+            self._enqueue(index, Failed(error))
+        if self._admission is not None:
+            self._admission.cancel()
 
     async def wait(self, on_event: Callable[[int, StreamEvent], None] | None = None) -> None:
         """Wait for all generations. Raises the first failure."""

@@ -109,6 +109,33 @@ def test_on_sigterm_the_server_finishes_requests_and_saves_sessions(
         assert text["total"] > 100
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/sessions/a/generate", {"text": "Once"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "model": "m"}),
+    ],
+)
+def test_a_stream_that_outlasts_the_grace_ends_with_an_error(
+    tiny_folder: Path, tmp_path: Path, path: str, body: dict[str, object]
+) -> None:
+    body = {**body, "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    with serving(tiny_folder, tmp_path, "--grace", "0") as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        with httpx.stream("POST", f"{url}{path}", json=body, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            assert next(lines)
+            process.send_signal(signal.SIGTERM)
+            data = [line[6:] for line in lines if line.startswith("data: {")]
+        assert "the server is shutting down" in json.loads(data[-1])["error"]["message"]
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert "Traceback" not in errors
+        assert "ERROR" not in errors
+
+
 def test_after_a_kill_the_server_reports_what_was_lost(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as (process, url):
         httpx.post(f"{url}/v1/sessions", json={"name": "a"})
