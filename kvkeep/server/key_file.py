@@ -19,6 +19,8 @@ MIN_KEY_LENGTH = 16  # characters of a key
 _HASH_PREFIX = "sha256:"  # of a word that is a key's hash, in hexadecimal
 _KEY_PREFIX = "kvkeep_"  # by which scanners for secrets know a key
 _HASH = re.compile(rf"{_HASH_PREFIX}[0-9a-f]{{64}}")
+_KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # a bearer token (RFC 6750)
+_SETTING = re.compile(r"[a-z_]+=\S+")
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ def hash_key(key: str) -> str:
 def read_key_file(file: Path) -> Sequence[KeyEntry]:
     """Read a key file; empty lines and those that begin with # are skipped.
 
-    Raises InvalidArgument for a file without keys, with a short key, or with a damaged hash.
+    Raises InvalidArgument for a file without keys, with a short key, with a damaged hash, or with
+    what is no key.
     """
-    lines = [line.strip() for line in read_text_file(file).splitlines()]
-    entries = [_parse_entry(line, file) for line in lines if line and not line.startswith("#")]
+    entries = _parse_entries(read_text_file(file), file)
     if not entries:
         raise InvalidArgument(f"{file} has no keys: add one with `kvkeep keys new {file}`")
     return entries
@@ -55,12 +57,14 @@ def read_key_file(file: Path) -> Sequence[KeyEntry]:
 def add_key(file: Path, note: str | None = None) -> str:
     """Add a new key's hash to a file, which may be missing, and return the key.
 
-    note: a comment above it. Raises InvalidArgument for a note of more than one line.
+    note: a comment above it. Raises InvalidArgument for a note of more than one line, and for a
+    file that is no key file.
     """
     if note is not None and not note.isprintable():
         raise InvalidArgument(f"expected a note in one line; found {note!r}")
     file.touch(0o600)
     text = read_text_file(file)
+    _parse_entries(text, file)
     separator = "" if not text or text.endswith("\n") else "\n"
     comment = "" if note is None else f"# {note}\n"
     key = new_key()
@@ -80,6 +84,11 @@ def hash_keys_in_place(file: Path) -> int:
     return count
 
 
+def _parse_entries(text: str, file: Path) -> list[KeyEntry]:
+    lines = [line.strip() for line in text.splitlines()]
+    return [_parse_entry(line, file) for line in lines if line and not line.startswith("#")]
+
+
 def _parse_entry(line: str, file: Path) -> KeyEntry:
     key, *settings = line.split()
     if _HASH.fullmatch(key):
@@ -88,6 +97,11 @@ def _parse_entry(line: str, file: Path) -> KeyEntry:
         raise InvalidArgument(f"{file}: expected 64 hexadecimal digits behind {_HASH_PREFIX}")
     if len(key) < MIN_KEY_LENGTH:
         raise InvalidArgument(f"{file}: a key must have {MIN_KEY_LENGTH} characters or more")
+    if not _KEY.fullmatch(key) or not all(map(_SETTING.fullmatch, settings)):
+        raise InvalidArgument(
+            f"{file} is not a key file: each line needs a key of ASCII letters, digits and -._~+/, "
+            "and may have settings such as alignment=in_place behind it"
+        )
     return KeyEntry(hash_key(key), tuple(settings), False)
 
 
