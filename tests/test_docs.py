@@ -110,6 +110,14 @@ def test_every_snippet_has_a_known_kind(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_to_files(page: Path) -> None:
+    """They are followed in the repository, too, where pages that the site generates are missing."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
+    paths = [link for link in links if not re.match("[a-z]+:", link)]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_sources_of_kernels_exist(page: Path) -> None:
     existing = {file.name for file in (ROOT / "kvkeep" / "compiled" / "src").iterdir()}
     named = set(re.findall(r"`(\w+\.(?:cpp|h))`", page.read_text(encoding="utf-8")))

@@ -24,9 +24,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=_rewrite_links(text, ROOT, config)))
-    files.append(File.generated(config, "api.md", content=_reference()))
-    files.append(File.generated(config, "commands.md", content=commands_page()))
-    files.append(File.generated(config, "http-api.md", content=api_page()))
+    references = {"api.md": _reference, "commands.md": commands_page, "http-api.md": api_page}
+    for name, make_page in references.items():
+        if short_page := files.get_file_from_path(name):  # which is read where there is no site
+            files.remove(short_page)
+        files.append(File.generated(config, name, content=make_page()))
     return files
 
 
