@@ -99,7 +99,7 @@ def _parse_entry(line: str, file: Path) -> KeyEntry:
         raise InvalidArgument(f"{file}: a key must have {MIN_KEY_LENGTH} characters or more")
     if not _KEY.fullmatch(key) or not all(map(_SETTING.fullmatch, settings)):
         raise InvalidArgument(
-            f"{file} is not a key file: each line needs a key of ASCII letters, digits and -._~+/, "
+            f"{file}: not a key file: each line needs a key of ASCII letters, digits and -._~+/, "
             "and may have settings such as alignment=in_place behind it"
         )
     return KeyEntry(hash_key(key), tuple(settings), False)
