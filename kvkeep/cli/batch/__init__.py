@@ -1,5 +1,9 @@
 """`kvkeep batch`: generate answers to many prompts at once, into a JSONL file."""
 
+import hashlib
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,6 +11,7 @@ import click
 
 from kvkeep.cli import options
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
+from kvkeep.cli.batch.results import open_results
 from kvkeep.cli.memory import SessionOptions, keep_option, session_options, uses_prefix_cache
 from kvkeep.cli.output import format_size, plural
 from kvkeep.errors import InvalidArgument
@@ -18,7 +23,9 @@ if TYPE_CHECKING:
 
 @options.command()
 @click.argument(
-    "file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+    "file",
+    required=False,
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
 )
 def batch(
     file: Path | None,
@@ -51,7 +58,8 @@ def batch(
     settings: SessionOptions = session_options(keep_option()),
     output: options.OutputOptions = options.OUTPUT_OPTIONS,
 ) -> None:
-    """Answer many prompts: the lines of FILE.jsonl, or one prompt for each file of a folder.
+    """Answer many prompts: the lines of FILE.jsonl ("-": standard input), or one prompt for each
+    file of a folder.
 
     A line is {"prompt": "..."} or {"messages": [...]}, with optional fields such as "id",
     "max_tokens" and "temperature", or a line of an OpenAI batch, which is answered in OpenAI's
@@ -63,14 +71,17 @@ def batch(
     output.check()
     settings.check()
     if file is not None:
+        if out.exists() and file.exists() and out.samefile(file):
+            raise InvalidArgument(f"-o {out} is the file with the requests: name another one")
         requests = read_jsonl(file)
     else:
         assert folder is not None
         assert question is not None
-        requests = read_folder(folder, question, system)
-    from kvkeep.cli.batch.run import BatchReport, open_results, run_batch, say_warnings
+        own_files = (out,) if output.report is None else (out, output.report)
+        requests = read_folder(folder, question, system, leave_out=own_files)
+    from kvkeep.cli.batch.run import BatchReport, run_batch, say_warnings
 
-    with open_results(out, requests, again) as results:
+    with open_results(out, requests, _options_digest(settings, max_tokens), again) as results:
         remaining = [r for r in requests if r.digest not in results.answered_digests]
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
@@ -87,6 +98,14 @@ def batch(
         report.close(output)
         if report.failed:
             raise InvalidArgument(f"{plural(report.failed, 'request')} failed; see above")
+
+
+def _options_digest(settings: SessionOptions, max_tokens: int) -> str:
+    """Return a hash of the model's name and of the options by which answers are sampled."""
+    model = settings.memory.model
+    name = os.path.abspath(model) if os.path.exists(model) else model
+    options = [name, asdict(settings.sampling), max_tokens]
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _open_engine(

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.options import STDIN, read_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
@@ -38,12 +39,13 @@ _DEFAULT_ONLY_FIELDS = {"n": 1, "stream": False, "logprobs": False, "echo": Fals
 class BatchRequest:
     """One prompt with its parameters.
 
-    id: the given one, or else the line number. location: file and line, for error messages. body:
+    id: the given one, or else the line number as text. location: file and line, for error
+    messages. body:
     the fields of an OpenAI request. is_chat: whether the prompt is a list of messages. is_openai:
     whether the request, and so its result, has the format of an OpenAI batch.
     """
 
-    id: str
+    id: str | int
     location: str
     body: Mapping[str, Any]
     is_chat: bool
@@ -52,7 +54,7 @@ class BatchRequest:
     @cached_property
     def digest(self) -> str:
         """A hash of id and body. A resumed batch finds earlier results by it."""
-        text = json.dumps([self.id, self.body], sort_keys=True, ensure_ascii=True)
+        text = json.dumps([str(self.id), self.body], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def prepare(
@@ -107,38 +109,47 @@ class PreparedRequest:
 
 
 def read_jsonl(path: Path) -> list[BatchRequest]:
-    """Read a request from each line that is not empty. Raises InvalidArgument, naming the line."""
+    """Read a request from each line that is not empty; path "-" is standard input.
+
+    Raises InvalidArgument, naming the line.
+    """
+    source = "standard input" if str(path) == STDIN else str(path)
     requests = [
-        _parse_line(line, line_number, f"{path}, line {line_number}")
-        for line_number, line in enumerate(read_text_file(path).split("\n"), 1)
+        _parse_line(line, line_number, f"{source}, line {line_number}")
+        for line_number, line in enumerate(read_text(str(path)).split("\n"), 1)
         if line.strip()
     ]
-    _check_requests(requests, path)
+    _check_requests(requests, source)
     return requests
 
 
-def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRequest]:
-    """Make a chat request from each file: its text, followed by the question."""
+def read_folder(
+    folder: Path, question: str, system: str | None, leave_out: Iterable[Path] = ()
+) -> list[BatchRequest]:
+    """Make a chat request from each file but those of `leave_out`: its text, then the question."""
     requests: list[BatchRequest] = []
+    excluded = {path.resolve() for path in leave_out}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.startswith("."):
+        if path.name.startswith(".") or path.resolve() in excluded:
+            continue
+        if path.is_file():
             system_messages = [] if system is None else [{"role": "system", "content": system}]
             text = f"{read_text_file(path).strip()}\n\n{question}"
             body = {"messages": [*system_messages, {"role": "user", "content": text}]}
             requests.append(BatchRequest(path.name, str(path), body, is_chat=True))
-    _check_requests(requests, folder)
+    _check_requests(requests, str(folder))
     return requests
 
 
-def _check_requests(requests: list[BatchRequest], source: Path) -> None:
+def _check_requests(requests: list[BatchRequest], source: str) -> None:
     """Raise InvalidArgument if there are no requests, or if two have the same id."""
     if not requests:
         raise InvalidArgument(f"{source} contains no requests")
     locations: dict[str, str] = {}
     for request in requests:
-        if other := locations.get(request.id):
+        if other := locations.get(str(request.id)):
             raise InvalidArgument(f"{request.location} has the same id as {other}: {request.id!r}")
-        locations[request.id] = request.location
+        locations[str(request.id)] = request.location
 
 
 def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
@@ -151,7 +162,14 @@ def _parse_line(line: str, line_number: int, location: str) -> BatchRequest:
         raise InvalidArgument(f"{location}: a request must be a JSON object")
     is_openai = "body" in entry
     body = entry["body"] if is_openai else entry
-    request_id = str(entry.get("custom_id" if is_openai else "id") or line_number)
+    id_field = "custom_id" if is_openai else "id"
+    request_id = entry.get(id_field)
+    if request_id is None:
+        request_id = str(line_number)
+    elif type(request_id) not in (str, int):
+        raise InvalidArgument(
+            f"{location}: {id_field} must be text or a whole number; found {request_id!r:.100}"
+        )
     if not isinstance(body, dict):
         raise InvalidArgument(f"{location}: the body must be a JSON object")
     url = entry.get("url", _CHAT) if is_openai else ""
@@ -183,7 +201,7 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
             raise InvalidArgument(f"{location}: {name} must be an object")
     for name in _MAX_TOKENS_FIELDS:
         limit = body.get(name)
-        if limit is not None and (not isinstance(limit, int) or limit < -1 or not limit):
+        if limit is not None and (type(limit) is not int or limit < -1 or not limit):
             raise InvalidArgument(
                 f"{location}: {name} must be a number of tokens, or -1 for no limit; "
                 f"found {limit!r}"

@@ -1,20 +1,17 @@
 """The run of a batch in one engine: it prefills prompts one by one, and decodes them together."""
 
-import fcntl
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.batch.requests import BatchRequest, PreparedRequest
+from kvkeep.cli.batch.requests import PreparedRequest
+from kvkeep.cli.batch.results import BatchResults
 from kvkeep.cli.options import OutputOptions
 from kvkeep.cli.output import plural, progress_bar, say
 from kvkeep.engine import (
@@ -25,73 +22,13 @@ from kvkeep.engine import (
     GenerationEvent,
     PrefillProgress,
 )
-from kvkeep.errors import InvalidArgument, Locked, NoRoom
+from kvkeep.errors import NoRoom
 from kvkeep.storage.files.atomic import write_atomic
 
 if TYPE_CHECKING:
     from kvkeep.chat.output_reader import OutputReader
 
 _EXTRA_FIELDS = ("reasoning_content", "tool_calls")  # of a message, in results of another format
-
-
-class BatchResults:
-    """The open results file of a batch."""
-
-    def __init__(self, file: BinaryIO, answered_digests: set[str]):
-        self._file, self.answered_digests = file, answered_digests  # answered by an earlier run
-        self.new_answers = 0  # number of answers that this run added, without failed ones
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Append a line. It is on disk when this returns."""
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.new_answers += not line.get("error")
-
-
-@contextmanager
-def open_results(
-    path: Path, requests: Sequence[BatchRequest], discard_earlier: bool
-) -> Iterator[BatchResults]:
-    """Open and lock the results file. discard_earlier: discard the answers of an earlier run.
-
-    Failed requests and an incomplete last line are removed, so that they are tried again. Raises
-    InvalidArgument if the file has answers to other requests, Locked if another process writes it.
-    """
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise Locked(f"another process is writing to {path}") from None
-        digests = {request.digest for request in requests}
-        lines = [] if discard_earlier else _successful_lines(file.read(), path, digests)
-        content = b"".join(line + b"\n" for _, line in lines)
-        file.seek(0)
-        if file.read() != content:
-            file.seek(0)
-            file.write(content)
-            file.truncate()
-        yield BatchResults(file, {digest for digest, _ in lines})
-
-
-def _successful_lines(content: bytes, path: Path, digests: set[str]) -> list[tuple[str, bytes]]:
-    """Return digest and line of each answer without an error. digests: of the batch's requests."""
-    *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
-    digest_lines = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            digest, error = entry["request"], entry.get("error")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            digest, error = None, None
-        if digest not in digests:
-            raise InvalidArgument(
-                f"{path} has lines that are not answers to these requests: use another file, or "
-                "start over with --again"
-            )
-        if not error:
-            digest_lines.append((digest, line))
-    return digest_lines
 
 
 @dataclass

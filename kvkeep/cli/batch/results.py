@@ -1,0 +1,139 @@
+"""The results file of a batch: a line for each answer, on disk as soon as it is complete."""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvkeep.cli.batch.requests import BatchRequest
+from kvkeep.cli.options import STDIN
+from kvkeep.errors import InvalidArgument, Locked
+
+_DIGEST = re.compile("[0-9a-f]{24}")
+_LINE_START = b'{"'  # of a line that a killed batch left incomplete
+
+
+class BatchResults:
+    """The open results file of a batch.
+
+    answered_digests: of the requests that an earlier run answered. options_digest: of the options
+    that the answers depend on, stored in each line. discards_earlier: whether the first line
+    replaces those in the file.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        answered_digests: set[str],
+        options_digest: str,
+        discards_earlier: bool = False,
+    ):
+        self.answered_digests = answered_digests
+        self.new_answers = 0  # number of answers that this run added, without failed ones
+        self._file, self._options_digest = file, options_digest
+        self._discards_earlier = discards_earlier
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line. It is on disk when this returns."""
+        if self._discards_earlier:
+            self._file.seek(0)
+            self._file.truncate()
+            self._discards_earlier = False
+        text = json.dumps({**line, "options": self._options_digest}, ensure_ascii=False)
+        # A lone surrogate, as in the name of a file that is not UTF-8, gets JSON's own escape.
+        self._file.write(text.encode(errors="backslashreplace") + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.new_answers += not line.get("error")
+
+
+@contextmanager
+def open_results(
+    path: Path, requests: Sequence[BatchRequest], options_digest: str, discard_earlier: bool
+) -> Iterator[BatchResults]:
+    """Open and lock the results file.
+
+    Failed requests and an incomplete last line are removed, so that they are tried again.
+    options_digest: as of `BatchResults`. discard_earlier: discard the answers of an earlier run,
+    once there is a new one. Raises InvalidArgument if the file is no results file, or has answers
+    to other requests or by other options, Locked if another process writes it.
+    """
+    if str(path) == STDIN or (path.exists() and not path.is_file()):
+        raise InvalidArgument(
+            f"-o {path} is not a regular file, from which a batch could resume: name one"
+        )
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Locked(f"another process is writing to {path}") from None
+        lines = _result_lines(file.read(), path)
+        if discard_earlier:
+            yield BatchResults(file, set(), options_digest, discards_earlier=True)
+            return
+        _require_same_batch(lines, path, {request.digest for request in requests}, options_digest)
+        answers = [line for line in lines if not line.has_failed]
+        content = b"".join(line.content + b"\n" for line in answers)
+        file.seek(0)
+        if file.read() != content:
+            file.seek(0)
+            file.write(content)
+            file.truncate()
+        yield BatchResults(file, {line.digest for line in answers}, options_digest)
+
+
+@dataclass(frozen=True)
+class _ResultLine:
+    content: bytes
+    digest: str  # of the request
+    options_digest: str | None  # None in files of earlier versions
+    has_failed: bool
+
+
+def _result_lines(content: bytes, path: Path) -> list[_ResultLine]:
+    """Parse a results file, but for an incomplete last line. Raises InvalidArgument for others."""
+    *lines, last = content.split(b"\n")
+    parsed = [_parse_line(line) for line in lines]
+    if None in parsed or not (_is_cut_off(last) or _parse_line(last)):
+        raise InvalidArgument(f"{path} is not the results file of a batch: use another file")
+    return [line for line in parsed if line is not None]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line is the beginning of a JSON object, or empty."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith(_LINE_START) or _LINE_START.startswith(line)
+    return False
+
+
+def _parse_line(line: bytes) -> _ResultLine | None:
+    """Parse a line of a results file. Returns None for another line."""
+    try:
+        entry = json.loads(line)
+        digest = entry["request"]
+        if not _DIGEST.fullmatch(digest):
+            return None
+        return _ResultLine(line, digest, entry.get("options"), bool(entry.get("error")))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _require_same_batch(
+    lines: Sequence[_ResultLine], path: Path, digests: set[str], options_digest: str
+) -> None:
+    """Raise InvalidArgument for answers to other requests, or by other options."""
+    hint = "use another file, or start over with --again"
+    if any(line.digest not in digests for line in lines):
+        raise InvalidArgument(f"{path} has answers to other requests: {hint}")
+    if any(line.options_digest not in (None, options_digest) for line in lines):
+        raise InvalidArgument(
+            f"{path} has answers by another model, or with other sampling options or another -n: "
+            f"give the same options, {hint}"
+        )
