@@ -1,11 +1,14 @@
 """`kvkeep generate`: continue a text."""
 
-from contextlib import nullcontext
+import select
+import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli import memory, options
 from kvkeep.cli.lazy import OptionsOnlyCommand
+from kvkeep.cli.output import say
 from kvkeep.cli.session_file import (
     FIRST_PROMPT_KEY,
     UNREAD_KEY,
@@ -21,6 +24,8 @@ from kvkeep.storage.snapshots.header import check_output_path
 if TYPE_CHECKING:
     from kvkeep.cli.run import SessionRun
     from kvkeep.storage.snapshots.codec import Codec
+
+_SILENT_WAIT_SECONDS = 1.0  # for standard input, before a message says so
 
 
 @options.command(cls=OptionsOnlyCommand, hint="give the prompt with -p: kvkeep generate -p {}")
@@ -64,7 +69,7 @@ def generate(
     Generated text goes to standard output, progress and statistics to standard error. Ctrl-C stops.
 
     With --session or --restore-prompt, the prompt is appended to the saved session; without a
-    prompt, generation continues where it stopped. The model, --policy and --max-kv-size are those
+    prompt, or with empty standard input, generation continues where it stopped. The model, --policy and --max-kv-size are those
     of the session.
     """
     output.check()
@@ -87,7 +92,7 @@ def generate(
         is_saved = session_file is not None and session_file.exists()
         snapshot_file = session_file if is_saved else restore_prompt
         needs_prompt = snapshot_file is None or prompt is not None or file is not None
-        text = options.read_prompt(prompt, file) if needs_prompt else ""
+        text = options.read_prompt(prompt, file) if needs_prompt else _read_piped_text()
 
         from kvkeep.cli.run import SessionRun
 
@@ -122,6 +127,16 @@ def generate(
                 limit = None if max_tokens < 0 else max_tokens
                 reason = run.generate(limit, sampling, ignore_eos, speculate=speculate)
         run.close(reason)
+
+
+def _read_piped_text() -> str:
+    """Return standard input, or "" at a terminal. Says so if nothing is written to a pipe yet."""
+    if sys.stdin.isatty():
+        return ""
+    with suppress(ValueError, OSError):  # not a file
+        if not select.select([sys.stdin], [], [], _SILENT_WAIT_SECONDS)[0]:
+            say("waiting for text on standard input; without any, add < /dev/null")
+    return options.read_text(options.STDIN)
 
 
 def _prefill(run: "SessionRun", opened: OpenedSession, prompt: list[int]) -> None:

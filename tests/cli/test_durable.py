@@ -118,6 +118,19 @@ def test_new_text_is_appended_to_a_saved_session(invoke, tiny, home) -> None:
     assert _saved(home, "s").tokens.tolist() == _saved(home, "whole").tokens.tolist()
 
 
+def test_piped_text_is_appended_to_a_saved_session(start, invoke, tiny, home) -> None:
+    """An empty pipe is no text. A pipe to which nothing is written is waited for, and said so."""
+    invoke("generate", "--session", "s", "-p", "One two", "-n", 0, *tiny)
+    assert invoke("generate", "--session", "s", "-n", 0, input="").exit_code == 0
+    invoke("generate", "--session", "s", "-n", 0, input=" three")
+    process = start("generate", "--session", "s", "-n", 0)
+    assert b"waiting for text on standard input" in process.stderr.readline()
+    _, said = process.communicate(b" four", timeout=PATIENCE)
+    assert process.returncode == 0, said
+    invoke("generate", "--session", "whole", "-p", "One two three four", "-n", 0, *tiny)
+    assert _saved(home, "s").tokens.tolist() == _saved(home, "whole").tokens.tolist()
+
+
 def test_the_model_is_found_from_another_folder(invoke, tiny, tiny_folder, monkeypatch) -> None:
     monkeypatch.chdir(tiny_folder.parent)
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 1, "-m", tiny_folder.name)
