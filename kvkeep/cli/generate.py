@@ -69,8 +69,8 @@ def generate(
     Generated text goes to standard output, progress and statistics to standard error. Ctrl-C stops.
 
     With --session or --restore-prompt, the prompt is appended to the saved session; without a
-    prompt, or with empty standard input, generation continues where it stopped. The model, --policy and --max-kv-size are those
-    of the session.
+    prompt, or with empty standard input, generation continues where it stopped. The model,
+    --policy and --max-kv-size are those of the session.
     """
     output.check()
     settings.check()

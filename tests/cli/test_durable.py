@@ -472,6 +472,18 @@ def test_each_turn_is_saved_when_it_is_answered(start, invoke, tiny, home) -> No
     assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
 
 
+def test_a_save_that_is_refused_or_fails_changes_nothing(invoke, tiny, home, tmp_path) -> None:
+    """The other session is free for others, and the chat is saved where it was."""
+    invoke(*CHAT, "--session", "one", *tiny, input="One?\n")
+    (home / "sessions" / "two.kvkeep").symlink_to(tmp_path / "missing" / "file")
+    typed = "One?\n/save one\n/save one\n/save two\n/save two\nTwo?\n/save\n"
+    done = invoke(*CHAT, "--session", "kept", *tiny, input=typed)
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count("session one already exists") == 2
+    assert done.stderr.count("could not be written (No such file or directory)") == 2
+    assert turn_numbers(_saved(home, "kept").settings["spans"]) == [1, 2]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", [["chat"], ["generate", "-p", TEXT, "--ignore-eos"]])
 def test_a_signal_during_an_answer_saves_the_partial_answer(

@@ -126,6 +126,17 @@ def test_an_edited_history_equals_the_rendered_template(model: Model, exact: str
     assert branches.current.session.text() == _rendered(model, turns, system) + "\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [('"Two words"', "Two words"), ('"One" and "two"', '"One" and "two"'), ('"', '"')],
+)
+def test_quotes_around_a_new_text_are_left_out(branches: Branches, do: Do, text, answer) -> None:
+    do(f"/edit 2.answer {text}")
+    start, end = branches.current.session.span_ranges["turn 2 answer"]
+    content = branches.current.codec.decode(branches.current.session.tokens[start:end])
+    assert content.removesuffix("<|im_end|>\n") == answer
+
+
 def test_an_exact_edit_leaves_the_logits_of_a_new_conversation(branches: Branches, do, model):
     do("/edit --exact 1 Which rose is white?")
     session = model.session(256)

@@ -16,6 +16,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
 _PATH = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
+_QUOTED_TEXT = re.compile(r'"([^"]*)"', re.DOTALL)
 _HELP_PASSAGES = """\
 WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
 With --session NAME, the branch that is current is saved under it, the others as NAME-BRANCH."""
@@ -167,8 +168,8 @@ class ChatCommands(ABC):
         exact = reference == "--exact"
         if exact:
             reference, text = split_reference(text)
-        if len(text) > 1 and text[0] == text[-1] == '"':
-            text = text[1:-1]
+        if quoted := _QUOTED_TEXT.fullmatch(text):
+            text = quoted[1]
         if not text:
             raise InvalidArgument("/edit needs a passage and its new text; see /help")
         session = self.branches.current.session

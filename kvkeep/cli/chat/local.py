@@ -80,19 +80,26 @@ class LocalChat(ChatLoop):
         self._generate()
 
     def do_save(self, argument: str) -> str:
-        run, name, label = self.run, argument, f"session {argument}"
-        if name and not (run.writer and run.writer.label == label):
-            file = self._locks.enter_context(open_session_store(self._store).lock(name))
-            if file.exists():
-                raise InvalidArgument(f"session {name} already exists; use another name")
-            notes = {CHAT_NOTES_KEY: self.branches.current.notes}
-            codec: Codec = run.writer.codec if run.writer else "none"
-            run.writer = SessionWriter(run.session, file, label, notes, codec)
-            run.writer.write()
+        run, name = self.run, argument
+        if name and not (run.writer and run.writer.label == f"session {name}"):
+            run.writer = self._save_under(name)
         if run.writer is None:
             raise InvalidArgument("this chat has no name yet: use /save NAME")
         run.writer.save()
         return run.writer.save_outcome or f"{run.writer.label} is already saved"
+
+    def _save_under(self, name: str) -> SessionWriter:
+        """Save the current branch as a new session, and keep its lock. Raises KvkeepError."""
+        run, notes = self.run, {CHAT_NOTES_KEY: self.branches.current.notes}
+        with ExitStack() as lock:
+            file = lock.enter_context(open_session_store(self._store).lock(name))
+            if file.exists():
+                raise InvalidArgument(f"session {name} already exists; use another name")
+            codec: Codec = run.writer.codec if run.writer else "none"
+            writer = SessionWriter(run.session, file, f"session {name}", notes, codec)
+            writer.write()
+            self._locks.enter_context(lock.pop_all())
+        return writer
 
     def memory_status(self) -> str:
         branch = f", branch {self.branches.current_name}" if self.branches.other_names else ""
