@@ -62,6 +62,7 @@ def list_(
         help="Show the beginning of each prompt; loads the tokenizer of --model.",
     ),
     model: str = MODEL_OPTION,
+    dtype: DtypeName = DTYPE_OPTION,
     as_json: bool = options.JSON_OPTION,
     store: str | None = _SHARED_STORE_OPTION,
 ) -> None:
@@ -69,12 +70,14 @@ def list_(
 
     SIZE leaves out blocks that a prompt shares with those listed above it. ROUNDED is the codec
     that rounded its cells. CHECKPOINTS says after which tokens a model with local layers or states
-    can continue. With --text, only the prompts of --model are listed. In an object store, the
-    prompts of all owners are listed, and USED is the time of writing.
+    can continue. With --text, only the prompts of --model in --dtype are listed. In an object
+    store, the prompts of all owners are listed, and USED is the time of writing.
     """
     prompts, roundings = _stored_prompts(store, with_text)
-    beginnings = _beginnings(prompts, roundings, model) if with_text else {}
+    num_stored = len(prompts)
+    beginnings = dict[str, str]()
     if with_text:
+        beginnings = _beginnings(prompts, roundings, model, dtype)
         prompts = [prompt for prompt in prompts if _prompt_key(prompt) in beginnings]
     if as_json:
         entries = [
@@ -94,7 +97,9 @@ def list_(
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
-        say("the prefix cache is empty; --prefix-cache of generate, chat and batch fills it")
+        other_models = f"has no prompt of {model} in {dtype}, but {plural(num_stored, 'other')}"
+        nothing = "is empty; --prefix-cache of generate, chat and batch fills it"
+        say(f"the prefix cache {other_models if num_stored else nothing}")
         return
     titles = ("USED", "TOKENS", "SIZE", "MODEL", "ROUNDED", "CHECKPOINTS", "TEXT")
     rows = [_table_row(x, roundings, beginnings.get(_prompt_key(x), "")) for x in prompts]
@@ -146,12 +151,13 @@ def _beginnings(
     prompts: Sequence[inventory.StoredPrompt],
     roundings: Mapping[str, inventory.Rounding],
     model_name: str,
+    dtype: DtypeName,
 ) -> dict[str, str]:
     """Return the first characters of the prompts of one model, by `_prompt_key`."""
     from kvkeep.storage.prefixes.block import read_tokens
     from kvkeep.storage.prefixes.coding import rounded_root
 
-    model = load_by_name(model_name, "bfloat16", "cpu", weights=None, progress=True)
+    model = load_by_name(model_name, dtype, "cpu", weights=None, progress=True)
     # Of the length that the prefix cache stores.
     model_digests = {fingerprint.digest()[:32] for fingerprint in _fingerprints(model)}
     rounded = {(each.codec, each.basis) for each in roundings.values()}
@@ -219,6 +225,8 @@ def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
     click.echo(f"removed {format_mb(freed_bytes)}, {format_mb(left_bytes)} left{store_note}")
 
 
+# Values of `--prefill-step`. Prompts of batches with other ones are not found.
+_BATCH_PREFILL_STEPS = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 _CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
 
 
@@ -275,10 +283,10 @@ def why(
 
 def _fingerprints(model: "Model") -> "list[Fingerprint]":
     """Return the model's fingerprints in prefix caches: of `generate`, and of `batch`."""
-    from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
+    from kvkeep.engine.steps import StepGrid
 
-    grid = StepGrid(DEFAULT_PREFILL_STEP, model.message_end_ids)
-    return [model.fingerprint, replace(model.fingerprint, steps=grid.name)]
+    grids = [StepGrid.for_messages(step, model.message_end_ids) for step in _BATCH_PREFILL_STEPS]
+    return [model.fingerprint, *(replace(model.fingerprint, steps=grid.name) for grid in grids)]
 
 
 def _resumable_tokens(

@@ -34,13 +34,17 @@ class StepGrid:
 
     @classmethod
     def of(cls, session: Session) -> "StepGrid":
-        """Return the steps in which an engine evaluates the prompts of a session.
+        """Return the steps in which an engine evaluates the prompts of a session."""
+        return cls.for_messages(session.prefill_step, session.core.model.message_end_ids)
+
+    @classmethod
+    def for_messages(cls, prefill_step: int, message_ends: frozenset[int]) -> "StepGrid":
+        """Return the steps of prompts that may have messages.
 
         Steps that are larger than the default are for speed: they do not end with messages.
         """
-        step = session.prefill_step
-        has_short_steps = step <= DEFAULT_PREFILL_STEP
-        return cls(step, session.core.model.message_end_ids if has_short_steps else frozenset())
+        has_short_steps = prefill_step <= DEFAULT_PREFILL_STEP
+        return cls(prefill_step, message_ends if has_short_steps else frozenset())
 
     @property
     def name(self) -> str:

@@ -48,6 +48,8 @@ def test_prompts_are_listed_with_their_size_and_removed(
     assert shown.count("\n") == 1 + len(found)
     texts = invoke("prefixes", "list", "--text", "-m", tiny[1]).stdout
     assert "TEXT" not in texts, "in float32 it is another model's"
+    said = invoke("prefixes", "list", "--text", "-m", tiny[1]).stderr
+    assert f"no prompt of {tiny[1]} in bfloat16, but 1 other" in said
     prompts = stored_prompts(own_home / "prefixes")
     keep_bytes = min(each.nbytes for each in prompts)
     assert "removed" in invoke("prefixes", "gc", "--max-bytes", keep_bytes).stdout
@@ -63,6 +65,22 @@ def test_the_text_of_prompts_is_decoded_by_their_model(
     asked = ("-p", "The sea is wide. " * 300, "-n", 1, "--prefix-cache", "-m", tiny_folder)
     assert invoke("generate", *asked).exit_code == 0
     assert "The sea is wide. The" in invoke("prefixes", "list", "--text", "-m", tiny_folder).stdout
+
+
+@pytest.mark.parametrize("step", [512, 128, 64, 1024])
+def test_prompts_of_batches_are_found(
+    invoke: Invoke, tiny: list[str], own_home: Path, tmp_path: Path, step: int
+) -> None:
+    """For each step size that is a power of two, 512 by default."""
+    text, source = "The sea is wide. " * 300, tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": text}), encoding="utf-8")
+    options = () if step == 512 else ("--prefill-step", step)
+    asked = ("batch", source, "-o", tmp_path / "out", "-n", 1, "--prefix-cache", *tiny, *options)
+    assert invoke(*asked).exit_code == 0
+    (prompt,) = listed(invoke, "prefixes", "list", "--text", *tiny)
+    assert str(prompt["text"]).startswith("The sea is wide. The")
+    counts = json.loads(invoke("why", "-p", text, "--json", *tiny).stdout)
+    assert counts["stored_tokens"] == prompt["tokens"] >= 1024
 
 
 def test_prompts_that_a_codec_rounded_are_listed_as_such(
