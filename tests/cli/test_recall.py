@@ -114,6 +114,7 @@ def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, 
     [
         (["--junk", 0], "expected 1 or more"),
         (["--junk", 20, "--pos", 20], "must be 0 to 19"),
+        (["--pos", 1, "--depths", "0,100"], "--pos and --depths"),
         (["--junk", 2, "--task", "several"], "found 2 repetitions"),
         (["--depths", "0,101"], "expected 0 to 100, found 101"),
         (["--depths", "start"], "expected a number, found 'start'"),

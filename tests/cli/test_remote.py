@@ -90,13 +90,16 @@ def test_every_branch_of_a_named_chat_is_saved(invoke: Invoke, server: RunningSe
         assert "turn 2" not in client.session("named").info()["spans"]
 
 
-@pytest.mark.parametrize("option", ["--model=x", "--prefix-cache", "--weights=bf16", "--continue"])
+@pytest.mark.parametrize(
+    "option",
+    ["--model=x", "--prefix-cache", "--weights=bf16", "--continue", "--checkpoints=1MB"],
+)
 def test_options_for_a_local_model_are_refused(
     invoke: Invoke, server: RunningServer, option: str
 ) -> None:
     refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
     assert refused.exit_code == 2
-    assert "cannot be used with --server" in refused.stderr
+    assert f"{option.partition('=')[0]} cannot be used with --server" in refused.stderr
 
 
 def test_variables_for_commands_of_this_machine_do_not_matter(

@@ -23,7 +23,7 @@ from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.session.conversation import Conversation, turn_numbers
 
 _LOCAL_OPTIONS = (  # options that a session on a server does not have
-    *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
+    *("model", "dtype", "device", "weights", "prefill_step", "calibration", "checkpoint_bytes"),
     *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "continue_latest"),
 )
 _SESSION_OPTIONS = (  # options with which a session on a server is created
@@ -79,7 +79,8 @@ def _retry_while_busy(call: Callable[[], object]) -> None:
 
 
 def _flag(option: str) -> str:
-    return "--" + {"continue_latest": "continue"}.get(option, option.replace("_", "-"))
+    names = {"continue_latest": "continue", "checkpoint_bytes": "checkpoints"}
+    return "--" + names.get(option, option.replace("_", "-"))
 
 
 def _generation_fields(settings: ChatSettings) -> dict[str, Any]:

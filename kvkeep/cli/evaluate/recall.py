@@ -8,6 +8,7 @@ from kvkeep.cli.evaluate.options import (
     recall_options,
 )
 from kvkeep.cli.options import OUTPUT_OPTIONS, OutputOptions, command, integer_option, option_group
+from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import PASSKEY_TASKS, NeedleDataset, PasskeyDataset, task_key_type
 from kvkeep.evaluate.samples import KEY_TYPES
 from kvkeep.evaluate.tasks import TASKS
@@ -35,6 +36,8 @@ def passkey(
     The text is that of llama.cpp's passkey example. The question is fed after compression, so
     compression cannot use it. The uncompressed cache is asked, too, for comparison.
     """
+    if pos is not None and recall.depths is not None:
+        raise InvalidArgument("--pos and --depths both say where the key is: use one of them")
     key_type = recall.keys or KEY_TYPES[0]
     dataset = PasskeyDataset(junk, key_type, recall.task, recall.placement(pos), recall.seed)
     recall.check(options)
