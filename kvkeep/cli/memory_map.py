@@ -100,7 +100,7 @@ def draw_map(
 ) -> list[str]:
     """Return the bar and a line for each status. sizes: in bytes. labels: shown for statuses."""
     use_ascii, counts = _needs_ascii() if ascii_only is None else ascii_only, Counter(statuses)
-    width = width or min(100, shutil.get_terminal_size().columns - 1)
+    width = width or max(1, min(100, shutil.get_terminal_size().columns - 1))
     lines = [draw_bar(statuses, width, use_ascii)]
     for status, characters in _CHARACTERS.items():
         if counts[status]:

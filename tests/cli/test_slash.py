@@ -239,6 +239,13 @@ def test_branches_are_independent(model: Model, branches: Branches, do: Do) -> N
     assert branches.current.turns == [1, 2]
 
 
+def test_the_memory_map_fits_a_terminal_of_one_column(
+    do: Do, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert len(do("/memory").splitlines()[0]) == 1
+
+
 def test_the_memory_map_counts_every_token(model: Model) -> None:
     branches = _begun(model, budget=48)
     run_on_branches("/pin last.question", branches)

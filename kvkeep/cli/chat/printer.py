@@ -1,6 +1,5 @@
 """Printing of answers on a terminal while they are generated: word-wrapped, or as Markdown."""
 
-import itertools
 import os
 import re
 import shutil
@@ -12,12 +11,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 
+from kvkeep.cli.chat.markdown_blocks import MarkdownBlocks
 from kvkeep.cli.output import TextPrinter, without_control, write_flushed
 from kvkeep.cli.terminal import suspension_count
 
-_FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
-_BLOCK_END = re.compile(r"\n[ \t]*\n(?=[^\s])")
-_REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block
+_REDRAW_INTERVAL = 0.08  # seconds between two redraws of the unfinished block, or more:
+_REDRAW_COSTS = 10  # so many times what the last redraw took
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # switch autowrap (DECAWM) off and on
 
 
@@ -79,29 +78,29 @@ class MarkdownPrinter(TextPrinter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._text, self._drawn_at, self._has_printed = "", 0.0, False
+        self._blocks, self._has_printed = MarkdownBlocks(), False
+        self._redraw_at = 0.0
         self._preview_widths: list[int] = []  # columns of each line of the preview
         self._terminal_width = self._suspension_count = 0  # when the preview was drawn
 
     def _show(self, piece: str) -> None:
-        self._text += without_control(piece)
-        *complete, self._text = _split_blocks(self._text)
-        for block in complete:
+        for block in self._blocks.push(without_control(piece)):
             self._print_block(block)
-        if time.monotonic() - self._drawn_at >= _REDRAW_INTERVAL:
+        if time.monotonic() >= self._redraw_at:
             self._draw_preview()
 
     def _finish(self) -> None:
-        text, self._text = self._text, ""
-        self._print_block(text)
+        self._print_block(self._blocks.pop())
 
     def _draw_preview(self) -> None:
-        console = _console()
-        lines = _render(console, self._text)[-max(1, console.height - 2) :]
+        start, console = time.monotonic(), _console()
+        num_rows = max(1, console.height - 2)
+        lines = _render(console, self._blocks.newest_text(num_rows))[-num_rows:]
         write_flushed(f"{self._erase_preview()}{_NO_WRAP}{_to_ansi(console, lines)}{_WRAP}")
         self._preview_widths = [Segment.get_line_length(line) for line in lines]
         self._terminal_width, self._suspension_count = console.width, suspension_count()
-        self._drawn_at = time.monotonic()
+        end = time.monotonic()
+        self._redraw_at = end + max(_REDRAW_INTERVAL, _REDRAW_COSTS * (end - start))
 
     def _print_block(self, text: str) -> None:
         output = self._erase_preview()
@@ -158,15 +157,6 @@ def make_printer(markdown: bool) -> TextPrinter:
 
 def _console() -> Console:
     return Console(file=sys.stdout, highlight=False)
-
-
-def _split_blocks(text: str) -> list[str]:
-    """Split Markdown into complete blocks, and as last item the block that may still grow."""
-    ends = [match.end() for match in _BLOCK_END.finditer(text)]
-    # Within a code block, the number of fences so far is odd.
-    outside_code = [end for end in ends if len(_FENCE.findall(text[:end])) % 2 == 0]
-    boundaries = [0, *outside_code, len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(boundaries)]
 
 
 def _terminal_columns() -> int:
