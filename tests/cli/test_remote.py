@@ -11,6 +11,7 @@ from cli.conftest import Invoke
 from server.conftest import RunningServer, running_server, without_saved_revision
 from timeouts import PATIENCE
 
+from kvkeep.cli.chat.settings import SERVER_LIMITS
 from kvkeep.client import Client
 from kvkeep.model import Model
 from tools.terminal import Terminal
@@ -145,6 +146,30 @@ def test_a_key_that_is_not_ascii_is_named(
     monkeypatch.setenv("KVKEEP_API_KEY", "cl\u00e9")
     refused = invoke("chat", "--server", server.url, input="Hello.\n")
     assert (refused.exit_code, "$KVKEEP_API_KEY" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", SERVER_LIMITS)
+def test_settings_beyond_the_limits_of_a_server_are_refused_at_once(
+    invoke: Invoke, server: RunningServer, name: str
+) -> None:
+    limit, option = SERVER_LIMITS[name], name.replace("_", "-")
+    asked = ("chat", "--server", server.url, "-n", 1)
+    done = invoke(*asked, input=f"/set {option} {10 * limit}\nHello.\n")
+    assert done.exit_code == 0, done.stderr
+    assert f"{option} must be at most {limit:,}" in done.stderr
+    refused = invoke(*asked, f"--{option}", 10 * limit, input="Hello.\n")
+    assert refused.exit_code == 2
+    assert f"{option} must be at most {limit:,}" in refused.stderr
+
+
+def test_settings_at_the_limits_of_a_server_are_accepted(
+    invoke: Invoke, server: RunningServer
+) -> None:
+    limits = {**SERVER_LIMITS, "max_tokens": 1}
+    lines = [f"/set {name.replace('_', '-')} {value}\n" for name, value in limits.items()]
+    done = invoke("chat", "--server", server.url, input="".join([*lines, "Hello.\n"]))
+    assert done.exit_code == 0, done.stderr
+    assert "must be" not in done.stderr
 
 
 def test_an_unreachable_server_is_an_error(invoke: Invoke) -> None:

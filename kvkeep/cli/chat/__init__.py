@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli import options
 from kvkeep.cli.chat.loading import LoadingAbandoned, open_while_reading
-from kvkeep.cli.chat.settings import ChatSettings
+from kvkeep.cli.chat.settings import SERVER_LIMITS, ChatSettings
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.memory import (
     CODEC_HELP,
@@ -91,7 +91,7 @@ def chat(
         session_options.check()
         from kvkeep.cli.chat.remote import chat_at_server
 
-        settings = ChatSettings(session_options.sampling, token_limit)
+        settings = ChatSettings(session_options.sampling, token_limit, limits=SERVER_LIMITS)
         settings.speculate = speculate if options.is_given("speculate") else None
         chat_at_server(server, api_key, session, system, session_options.memory, settings)
         return

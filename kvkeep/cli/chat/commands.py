@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.file_paths import split_path
 from kvkeep.cli.chat.passages import Passage, find_passage, split_reference
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory_map import memory_map
@@ -15,7 +16,6 @@ from kvkeep.cli.output import plural
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
-_PATH = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
 _QUOTED_TEXT = re.compile(r'"([^"]*)"', re.DOTALL)
 _HELP_PASSAGES = """\
 WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
@@ -109,17 +109,16 @@ class ChatCommands(ABC):
         return "\n".join([*rows, _HELP_PASSAGES, *([_HELP_KEYS] if self.is_interactive else [])])
 
     def do_file(self, argument: str) -> str:
-        match = _PATH.match(argument)
-        if match is None:
+        parts = split_path(argument)
+        if parts is None:
             raise InvalidArgument(
                 "/file needs the path of a text file, and optionally a question about it"
             )
-        path = Path(match[1] or re.sub(r"\\(.)", r"\1", match[2])).expanduser()
+        path, question = Path(parts[0]).expanduser(), parts[1]
         try:
             text = read_text_file(path)
         except OSError as error:
             raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
-        question = argument[match.end() :].strip()
         if not text.strip():
             raise InvalidArgument(f"{path} is empty")
         self.ask(f"{text.rstrip()}\n\n{question}" if question else text, line=f"/file {argument}")

@@ -7,6 +7,7 @@ from prompt_toolkit.document import Document
 
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import COMMANDS
+from kvkeep.cli.chat.file_paths import escape_path, unfinished_path
 from kvkeep.cli.chat.settings import SETTINGS, SWITCHES
 
 
@@ -32,13 +33,23 @@ class ChatCompleter(Completer):
                 if candidate.startswith(name):
                     yield Completion(candidate, -len(name), display_meta=meaning)
         elif name == "/file":
-            path = Document(argument, len(argument))
-            yield from self._paths.get_completions(path, complete_event)
+            yield from self._path_completions(argument, complete_event)
         else:
             *words, prefix = argument.split(" ")
             for candidate in self._candidates(name, words):
                 if candidate.startswith(prefix):
                     yield Completion(candidate, -len(prefix))
+
+    def _path_completions(
+        self, argument: str, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
+        """Complete a path, unless it has ended. Outside of quotes, its spaces are escaped."""
+        if typed := unfinished_path(argument):
+            path, is_quoted = typed
+            document = Document(path, len(path))
+            for completion in self._paths.get_completions(document, complete_event):
+                text = completion.text if is_quoted else escape_path(completion.text)
+                yield Completion(text, completion.start_position, completion.display)
 
     def _candidates(self, name: str, words: list[str]) -> Iterator[str]:
         """Yield candidates for the word that follows `words` in a command's argument."""

@@ -12,7 +12,7 @@ from kvkeep.chat.output import ReasoningDelta, TextDelta
 from kvkeep.chat.quoted_reasoning import QuotedReasoning
 from kvkeep.cli.chat.branches import Branches, branch_session_names
 from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted
-from kvkeep.cli.chat.settings import ChatSettings
+from kvkeep.cli.chat.settings import SERVER_LIMITS, ChatSettings
 from kvkeep.cli.memory import MemoryOptions
 from kvkeep.cli.memory_map import draw_map, overwritten_lines, residual_lines, status_line
 from kvkeep.cli.options import is_given, is_in_command_line
@@ -31,7 +31,6 @@ _SESSION_OPTIONS = (  # options with which a session on a server is created
     *("kv_bits", "far_bits"),
 )
 _API_NAMES = {"repetition_penalty": "repeat_penalty", "repetition_window": "repeat_last_n"}
-_SERVER_MAX_TOKENS = 1_000_000  # the most tokens that a server generates for one request
 _MAX_TEXT_TOKENS = 4096  # that one `text` request returns
 
 
@@ -87,7 +86,7 @@ def _generation_fields(settings: ChatSettings) -> dict[str, Any]:
     """Return the settings of an answer under their names in the server's API."""
     options = asdict(settings.sampling).items()
     parameters = {_API_NAMES.get(name, name): value for name, value in options if value is not None}
-    limit = _SERVER_MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
+    limit = SERVER_LIMITS["max_tokens"] if settings.max_tokens is None else settings.max_tokens
     speculation = {} if settings.speculate is None else {"speculate": settings.speculate}
     return {**parameters, **speculation, "max_tokens": limit}
 

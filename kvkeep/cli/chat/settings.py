@@ -1,7 +1,7 @@
 """The settings that `/set` changes: sampling, length of answers, and display."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from kvkeep import Sampling
 
 SWITCHES = {"markdown": "renders_markdown", "bar": "shows_status_line"}  # on/off settings: fields
+SERVER_LIMITS = {  # the largest values that a server accepts
+    **dict.fromkeys(("temperature", "repetition_penalty"), 100),
+    **dict.fromkeys(("top_k", "repetition_window"), 10_000_000),
+    "seed": 2**64 - 1,
+    "max_tokens": 1_000_000,
+}
 _OFF = ("off", "no", "false", "0")
 _ON = ("on", "yes", "true", "1")
 
 
 @dataclass
 class ChatSettings:
-    """The settings of a chat."""
+    """The settings of a chat. Raises InvalidArgument for one beyond its limit."""
 
     sampling: SamplingOptions
     max_tokens: int | None  # of an answer; None for no limit
@@ -28,7 +34,11 @@ class ChatSettings:
     renders_markdown: bool = True  # or else answers are shown as they are
     speculate: bool | None = None  # on a server; None for its default
     shows_status_line: bool = True  # below the prompt: the state of the memory
+    limits: Mapping[str, int] = field(default_factory=dict)  # the largest values, if there are any
     _resolved_sampling: "Sampling | None" = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check_limits(self.sampling, self.max_tokens)
 
     @property
     def resolved_sampling(self) -> "Sampling":
@@ -54,11 +64,21 @@ class ChatSettings:
         if name in SWITCHES:
             setattr(self, SWITCHES[name], parsed)
         elif name == "max-tokens":
-            self.max_tokens = None if parsed < 0 else parsed
+            max_tokens = None if parsed < 0 else parsed
+            self._check_limits(self.sampling, max_tokens)
+            self.max_tokens = max_tokens
         else:
             changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): parsed})
+            self._check_limits(changed, self.max_tokens)
             self._resolved_sampling = changed.resolve(self.defaults, self.seed)  # checks the range
             self.sampling = changed
+
+    def _check_limits(self, sampling: SamplingOptions, max_tokens: int | None) -> None:
+        values = {**vars(sampling), "max_tokens": max_tokens}
+        for name, limit in self.limits.items():
+            if values[name] is not None and values[name] > limit:
+                label = name.replace("_", "-")
+                raise InvalidArgument(f"{label} must be at most {limit:,}; found {values[name]:,}")
 
     def lines(self) -> list[str]:
         """Return a line with the name and value of each setting."""
