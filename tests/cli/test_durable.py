@@ -460,6 +460,17 @@ def test_the_latest_chat_is_continued_and_no_other_session(invoke, tiny, home) -
     _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system must match")
 
 
+def test_the_latest_chat_is_continued_past_a_damaged_file(invoke, tiny, home) -> None:
+    for name in ("s", "newer"):
+        invoke(*CHAT, "--session", name, *tiny, input="One?\n")
+    damaged = home / "sessions" / "newer.kvkeep"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    done = invoke(*CHAT, "-c", *tiny, input="Two?\n")
+    assert done.exit_code == 0, done.stderr
+    assert f"skipped: {damaged}" in done.stderr
+    assert turn_numbers(_saved(home, "s").settings["spans"]) == [1, 2]
+
+
 def test_each_turn_is_saved_when_it_is_answered(start, invoke, tiny, home) -> None:
     process = start(*CHAT, "--session", "s", *tiny)
     file = home / "sessions" / "s.kvkeep"

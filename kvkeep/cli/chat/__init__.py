@@ -18,6 +18,7 @@ from kvkeep.cli.memory import (
     keep_option,
     session_options,
 )
+from kvkeep.cli.output import say
 from kvkeep.cli.session_file import UNREAD_KEY, OpenedSession, SessionWriter, apply_keep, resume
 from kvkeep.cli.store import complete_sessions, open_session_store
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
@@ -190,16 +191,19 @@ class _ChatOpening:
 
 
 def _latest_chat_name(store: str | None, session: str | None) -> str:
-    """Return the name of the chat that was saved last. Raises InvalidArgument with `--session`."""
+    """Return the name of the chat that was saved last; damaged files are skipped with a message.
+
+    Raises InvalidArgument with `--session`, or if there is no chat.
+    """
     if session is not None:
         raise InvalidArgument("--continue opens the latest session; use either it or --session")
     for path in open_session_store(store).newest_first():
         try:
             if CHAT_NOTES_KEY in read_summary(path).notes:
                 return path.stem
-        except StoreError:
+        except StoreError as error:
             if path.exists():  # else it was removed meanwhile
-                raise
+                say(f"skipped: {error}")
     raise InvalidArgument(
         "no chat to continue: only chats with `kvkeep chat --session NAME` are saved"
     )
