@@ -97,6 +97,11 @@ def test_a_stopped_batch_resumes(
     assert again.exit_code == 0
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["before"], report["answered"], report["requests"]) == (2, 4, 6)
+    monkeypatch.setattr(BatchResults, "add", stopped)
+    broken = invoke("batch", source, "-o", out, *options, "--again")
+    assert "run the same command without --again to continue" in broken.stderr
+    monkeypatch.undo()
+    assert invoke("batch", source, "-o", out, *options).exit_code == 0
     texts = {each["id"]: each["text"] for each in results(out)}
     assert texts == {each["id"]: each["text"] for each in results(whole)}
     assert len(results(out)) == 6

@@ -36,7 +36,13 @@ class BatchResults:
         self.answered_digests = answered_digests
         self.new_answers = 0  # number of answers that this run added, without failed ones
         self._file, self._options_digest = file, options_digest
-        self._discards_earlier = discards_earlier
+        self._discards_earlier = self._starts_over = discards_earlier
+
+    @property
+    def hint_to_continue(self) -> str:
+        """The advice after an interrupt; by it the new answers in the file stay."""
+        has_discarded = self._starts_over and not self._discards_earlier
+        return f"run the same command{' without --again' if has_discarded else ''} to continue"
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. It is on disk when this returns."""

@@ -180,7 +180,7 @@ def run_batch(
         report.seconds, report.answered = time.perf_counter() - start, results.new_answers
         if report.finish_reason == "interrupt":
             report.close(output)
-            say("run the same command to continue")
+            say(results.hint_to_continue)
 
 
 def _complete_answers(
