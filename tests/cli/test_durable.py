@@ -336,7 +336,8 @@ def test_a_restored_prompt_equals_an_evaluated_one(invoke, tiny, tmp_path: Path)
     figures = json.loads(report.read_text())
     assert (figures["prompt_tokens"], figures["reused_tokens"]) == (2, 3)
     before = file.read_bytes()
-    assert invoke(*asked).stdout == invoke(*asked, input="not read").stdout != whole
+    assert invoke(*asked, input=" four five").stdout == whole
+    assert invoke(*asked).stdout not in ("", whole)
     assert json.loads(report.read_text())["prompt_tokens"] == 0
     assert file.read_bytes() == before
 
