@@ -38,8 +38,12 @@ def writer(name: str, commits: int, renews: bool = False) -> Actor:
 
 
 def collector(confirmed: list[str]) -> Generator[Any, Any, None]:
-    """Acquire the session and delete its unreferenced snapshots."""
+    """Acquire the session, unless it was removed, and delete its unreferenced snapshots."""
     try:
+        version = yield ReadHead()
+        if version is not None and version.head.removed:
+            yield from protocol.collect_garbage(version)
+            return
         lease = yield from protocol.acquire(LeaseRequest("collector", **IGNORING_CLOCKS))
         yield from protocol.collect_garbage(lease)
         yield from protocol.release(lease)
@@ -100,6 +104,7 @@ WORLDS = {
     ),
     "a writer, a collector, a fault": ([writer("a", 1), collector], START, 1),
     "a writer, a remover, a fault": ([writer("a", 1), remover], START, 1),
+    "a remover, a creator, a collector": ([remover, creator("b"), collector], START, 0),
     "a writer, a reader, a fault": ([writer("a", 2), reader], START, 1),
     "two creators, 2 faults": ([creator("a"), creator("b")], None, 2),
 }

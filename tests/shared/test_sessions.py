@@ -166,6 +166,36 @@ def test_sweep_removes_uncommitted_snapshots_of_killed_writers(objects: ObjectSt
     assert content(sessions, "one") == b"1"
 
 
+class _StoreWithoutDeletes:
+    """A store that refuses to delete."""
+
+    def __init__(self, objects: ObjectStore):
+        self._objects = objects
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def delete(self, key: str) -> None:
+        raise StoreError(f"{key} cannot be deleted")
+
+
+def test_sweep_removes_what_a_removed_session_has_left(objects: ObjectStore) -> None:
+    sessions = sessions_of(objects, "a")
+    lease = sessions.acquire("one")
+    snapshot = commit(lease, b"1", release=True).snapshot
+    failing: ObjectStore = _StoreWithoutDeletes(objects)  # type: ignore[assignment]
+    sessions_of(failing, "a").remove("one")
+    assert sessions_of(failing, "a").sweep() == []
+    objects.put_chunks(lease.objects.key("000000000001-000000000009-late"), lambda: [b"2"])
+    assert sorted(sessions.sweep()) == sorted(
+        [f"one/{snapshot}", "one/000000000001-000000000009-late"]
+    )
+    assert [info.key for info in objects.list_objects("")] == ["sessions/0/one/head.json"]
+    commit(sessions.create("one"), b"3", release=True)
+    assert sessions.sweep() == []
+    assert content(sessions, "one") == b"3"
+
+
 def test_sweep_all_covers_every_owner(objects: ObjectStore) -> None:
     for owner in ("0", "a" * 32):
         lease = SharedSessions(objects, owner).acquire("one")

@@ -86,7 +86,7 @@ class Lease:
             self._ended.set()
 
     def collect_garbage(self) -> list[str]:
-        """Garbage-collect snapshots that killed writers left; return their names."""
+        """Garbage-collect snapshots that killed writers left; return the names of the deleted."""
         with self._store_lock:
             self.check()
             return self._run(protocol.collect_garbage(self.version))

@@ -174,21 +174,32 @@ def remove(version: HeadVersion, request: str = "") -> Operations[None]:
         snapshot="", removed=True, removed_by=request, writer="", expires=RELEASED
     )
     yield from _replace_head(version, removed_head)
-    # Snapshots of this epoch too: only this writer has it, and the next creator gets a greater one.
-    yield from _delete_snapshots([n for n in names if (epoch_of(n) or 0) <= version.head.epoch])
+    yield from _delete_snapshots(_removed_snapshots(names, removed_head))
 
 
 def collect_garbage(version: HeadVersion) -> Operations[list[str]]:
-    """Garbage-collect snapshots that killed writers left; return their names.
+    """Garbage-collect snapshots that killed writers left; return the names of the deleted ones.
+
+    version: of a held lease, or the last one of a removed session, which needs no lease.
 
     An uncommitted snapshot of an earlier epoch can never be committed, as its writer's
     compare-and-swap fails: the head has another ETag. So there is no need to wait.
     """
-    names = yield ListSnapshots()
-    epochs = {name: epoch_of(name) for name in names if name != version.head.snapshot}
-    garbage = [n for n, epoch in epochs.items() if epoch is not None and epoch < version.head.epoch]
-    yield from _delete_snapshots(garbage)
-    return garbage
+    names, head = (yield ListSnapshots()), version.head
+    if head.removed:
+        return (yield from _delete_snapshots(_removed_snapshots(names, head)))
+    epochs = {name: epoch_of(name) for name in names if name != head.snapshot}
+    garbage = [n for n, epoch in epochs.items() if epoch is not None and epoch < head.epoch]
+    return (yield from _delete_snapshots(garbage))
+
+
+def _removed_snapshots(names: list[str], head: SessionHead) -> list[str]:
+    """Return the snapshots of a removed session.
+
+    Those of its last epoch are among them: only its remover had it, and the next creator gets a
+    greater one.
+    """
+    return [name for name in names if (epoch_of(name) or 0) <= head.epoch]
 
 
 def _replace_head(previous: HeadVersion | None, head: SessionHead) -> Operations[HeadVersion]:
@@ -259,12 +270,14 @@ def _read_head() -> Operations[HeadVersion | None]:
     raise AssertionError  # not reached: the last attempt returns or raises
 
 
-def _delete_snapshots(names: list[str]) -> Operations[None]:
-    for name in names:
+def _delete_snapshots(names: list[str]) -> Operations[list[str]]:
+    """Delete snapshots until one fails; return the names of the deleted ones."""
+    for index, name in enumerate(names):
         try:
             yield DeleteSnapshot(name)
-        except StoreError:  # a later garbage collection deletes it
-            return
+        except StoreError:  # a later garbage collection deletes the others
+            return names[:index]
+    return names
 
 
 def _describe_holder(head: SessionHead) -> str:

@@ -202,9 +202,10 @@ class SharedSessions(SessionStore[SessionPath]):
         return swept
 
     def _sweep_session(self, name: str) -> list[str]:
-        version = self.objects_of(name).head()
+        objects = self.objects_of(name)
+        version = objects.head()
         if version is not None and version.head.removed:
-            return []
+            return objects.run(protocol.collect_garbage(version))
         with self.acquire(name, create=False) as lease:
             return lease.collect_garbage()
 
