@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,20 @@ def test_sweep_removes_only_the_leftovers_of_dead_processes(tmp_path: Path) -> N
         with pytest.raises(Locked), SessionFolder(tmp_path).lock("begun"):
             pass
     assert path.read_bytes() == b"x"
+
+
+def test_a_removed_session_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    (tmp_path / "a.kvkeep").write_bytes(b"x")
+    (tmp_path / ".kvkeep-writing-0123456789abcdef.kvkeep").write_bytes(b"half")
+    SessionFolder(tmp_path).remove("a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_removed_at_the_same_time_is_no_lock(tmp_path: Path) -> None:
+    """A process opens the lock file, another removes the session, and the first one locks it."""
+    script = Path(__file__).with_name("lock_removed_session.py")
+    result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "locked once\n"), result.stderr
 
 
 def test_a_folder_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:

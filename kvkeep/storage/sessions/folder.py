@@ -97,11 +97,12 @@ class SessionFolder(SessionStore[Path]):
         return size
 
     def discard(self, name: str) -> None:
-        """Remove a session that the caller has locked, and its lock file.
+        """Remove a session that the caller has locked, its lock file, and what killed writers left.
 
         A process that waits for the lock file notices, and creates a new one.
         """
         self.path(name).unlink(missing_ok=True)
+        sweep_temporary_files(self.root)
         self._lock_file(name).unlink(missing_ok=True)
         fsync_folder(self.root)
 
