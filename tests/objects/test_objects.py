@@ -6,12 +6,15 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import obstore
 import pytest
 from object_server import FAULTS, ObjectServer
+from obstore.store import from_url
 
 from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.objects.paths import ObjectPath, as_path, open_object
+from kvkeep.storage.objects.remote import CLIENT_OPTIONS
 
 
 def test_get_returns_the_content_and_tag_of_the_last_put(objects: ObjectStore) -> None:
@@ -66,6 +69,48 @@ def test_objects_are_listed_by_prefix(objects: ObjectStore) -> None:
     objects.delete("a/1")
     objects.delete("a/1")
     assert {stored.key for stored in objects.list_objects("a/")} == {"a/2", "a/deep/3"}
+
+
+def test_objects_of_other_software_are_not_listed(tmp_path: Path, s3_url: str) -> None:
+    folder, remote = open_object_store(tmp_path), open_object_store(s3_url)
+    names = ("a/copy (1).kvkeep", "a/b~", "a/new folder/b")
+    for store in (folder, remote):
+        store.put("a/b", b"1")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+        obstore.put(from_url(s3_url, client_options=CLIENT_OPTIONS), name, b"x")
+    os.mkfifo(tmp_path / "a" / "pipe")
+    for store in (folder, remote):
+        assert [info.key for info in store.list_objects("")] == ["a/b"]
+    assert all((tmp_path / name).exists() for name in names)
+
+
+def test_unfinished_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    store = open_object_store(tmp_path)
+    for key in ("a/1", "a/2", "b/1"):
+        store.put(key, b"1")
+    left = [tmp_path / folder / ".kvkeep-writing-0123456789abcdef" for folder in "ab"]
+    for path in left:
+        path.write_bytes(b"private")
+    store.delete("a/1")
+    assert [path.exists() for path in left] == [False, True]
+    assert store.sweep_unfinished("") == [str(left[1].relative_to(tmp_path))]
+    assert not left[1].exists()
+    assert {info.key for info in store.list_objects("")} == {"a/2", "b/1"}
+
+
+def test_reading_a_folder_creates_nothing(tmp_path: Path) -> None:
+    store = open_object_store(tmp_path / "mistyped" / "folder")
+    assert list(store.list_objects("")) == []
+    assert store.sweep_unfinished("") == []
+    store.delete("a")
+    with pytest.raises(NoObject):
+        store.get("a")
+    assert not ObjectPath(store, "a").exists()
+    assert list(tmp_path.iterdir()) == []
+    store.put("a", b"1", if_absent=True)
+    assert store.get("a")[0] == b"1"
 
 
 def test_a_missing_object_raises_no_object(objects: ObjectStore) -> None:

@@ -29,6 +29,7 @@ from kvkeep.errors import (
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore, open_object_store, remote
 from kvkeep.storage.objects.interface import ChunkFactory
+from kvkeep.storage.prefixes.inventory import evict_blocks
 from kvkeep.storage.sessions import driver
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -206,6 +207,24 @@ def test_sweep_all_covers_every_owner(objects: ObjectStore) -> None:
         f"{owner}/one/000000000001-000000000009-left" for owner in ("0", "a" * 32)
     ]
     assert sweep_all(objects) == []
+
+
+def test_no_unfinished_file_outlives_gc_or_a_removed_session(tmp_path: Path) -> None:
+    objects = open_object_store(tmp_path)
+    name = ".kvkeep-writing-0123456789abcdef.kvkeep"
+    sessions, folder = sessions_of(objects, "a"), tmp_path / "sessions" / "0" / "one" / "snapshots"
+    never_written = tmp_path / "prefixes" / "0" / "parent" / name
+    with sessions.lock("one") as path:
+        path.write_chunks(lambda: [b"1"])
+    for path in (folder / name, never_written):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"private")
+    sessions.remove("one")
+    assert not folder.exists()
+    assert sweep_all(objects) == [str(never_written.relative_to(tmp_path))]
+    never_written.write_bytes(b"private")
+    assert evict_blocks(objects, 0) == (0, 0)
+    assert not never_written.exists()
 
 
 def test_an_invalid_head_is_a_corrupt_file(objects: ObjectStore) -> None:

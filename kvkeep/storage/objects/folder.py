@@ -9,13 +9,19 @@ from blake3 import blake3
 from filelock import FileLock
 
 from kvkeep.errors import Conflict, NoObject, StoreError
-from kvkeep.storage.files.atomic import TEMPORARY_PREFIX, atomic_writer, fsync_folder
+from kvkeep.storage.files.atomic import (
+    TEMPORARY_PREFIX,
+    atomic_writer,
+    fsync_folder,
+    sweep_temporary_files,
+)
 from kvkeep.storage.objects.interface import (
     MAX_GET_BYTES,
     ChunkFactory,
     ObjectInfo,
     checked_key,
     checked_prefix,
+    is_valid_key,
     too_large_error,
 )
 
@@ -31,10 +37,12 @@ class FolderObjectStore:
     """
 
     def __init__(self, path: Path):
-        """Raises StoreError for a folder that cannot be used."""
+        """The first write creates the folder. Raises StoreError for one that cannot be used."""
         self._root = path.absolute()
         try:
-            (self._root / _LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
+            existing = next(p for p in (self._root, *self._root.parents) if p.exists())
+            if not existing.is_dir():
+                raise NotADirectoryError(f"{existing} is not a folder")
         except OSError as error:
             raise StoreError(f"{path} cannot be a store: {error.strerror or error}") from error
 
@@ -81,21 +89,35 @@ class FolderObjectStore:
             return ObjectInfo(key, status.st_size, status.st_mtime, _etag(path))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        start_folder = self._root / checked_prefix(prefix)
-        for folder, subfolders, names in os.walk(start_folder):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            for name in names:
-                key = str((Path(folder) / name).relative_to(self._root))
-                if not name.startswith("."):
+        for folder, names in self._walk(prefix):
+            for path in (folder / name for name in names if is_valid_key(name)):
+                if os.path.isfile(path):  # no pipe, of which a read would not return
                     with suppress(NoObject):  # removed meanwhile
-                        yield self.info(key)
+                        yield self.info(str(path.relative_to(self._root)))
+
+    def sweep_unfinished(self, prefix: str) -> list[str]:
+        removed = list[Path]()
+        with self._translated_errors(prefix, "swept"):
+            for folder, _ in self._walk(prefix):
+                with suppress(FileNotFoundError):  # its last object was deleted meanwhile
+                    removed += sweep_temporary_files(folder)
+        return [str(path.relative_to(self._root)) for path in removed]
+
+    def _walk(self, prefix: str) -> Iterator[tuple[Path, list[str]]]:
+        """Yield the folders of objects below a prefix, and the names of the files in each."""
+        for folder, subfolders, names in os.walk(self._root / checked_prefix(prefix)):
+            subfolders[:] = filter(is_valid_key, subfolders)
+            yield Path(folder), names
 
     def delete(self, key: str) -> None:
         path = self._path(key)
+        if not self._root.is_dir():
+            return
         with self._translated_errors(key, "deleted"), self._lock(key):
             path.unlink(missing_ok=True)
             folder = path.parent
             with suppress(OSError):  # it holds other objects, or does not exist
+                sweep_temporary_files(folder)  # a removed session must leave no text
                 folder.rmdir()
             while not folder.is_dir():  # up to the one whose entries have changed
                 folder = folder.parent
@@ -121,7 +143,9 @@ class FolderObjectStore:
     def _lock(self, key: str) -> Iterator[None]:
         """Hold the lock file that a key shares with those of the same hash modulo 64."""
         index = blake3(key.encode()).digest()[0] % _LOCK_COUNT
-        with FileLock(self._root / _LOCKS_FOLDER / f"{index:02}", thread_local=False):
+        folder = self._root / _LOCKS_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{index:02}", thread_local=False):
             yield
 
     @contextmanager
@@ -147,4 +171,4 @@ def _hash(content: bytes) -> str:
     return blake3(content).hexdigest()
 
 
-assert TEMPORARY_PREFIX.startswith(".")  # `list_objects` must skip files that are being written
+assert not is_valid_key(TEMPORARY_PREFIX)  # `list_objects` must skip files that are being written

@@ -57,7 +57,16 @@ class ObjectStore(Protocol):
         """Return an object's metadata, without its content. Raises NoObject."""
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield all objects below a prefix, in any order. prefix: '' or words ending with '/'."""
+        """Yield all objects below a prefix, in any order. prefix: '' or words ending with '/'.
+
+        Objects of other software, whose keys are not of this form, are left out.
+        """
+
+    def sweep_unfinished(self, prefix: str) -> list[str]:
+        """Remove what killed writers left below a prefix; return it as paths in the store.
+
+        Of a remote store there is none, except parts of uploads, which its own rules remove.
+        """
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -67,9 +76,13 @@ def too_large_error(key: str, max_bytes: int) -> StoreError:
     return StoreError(f"{key} cannot be read: it has more than {max_bytes:,} bytes")
 
 
+def is_valid_key(key: str) -> bool:
+    return all(_KEY_PART.fullmatch(part) for part in key.split("/"))
+
+
 def checked_key(key: str) -> str:
     """Return the key. Raises InvalidArgument if it is not valid."""
-    if not key or not all(_KEY_PART.fullmatch(part) for part in key.split("/")):
+    if not is_valid_key(key):
         raise InvalidArgument(
             "an object key must be words of A-Z, a-z, 0-9, '.', '_' and '-', not beginning with "
             f"'.', separated by '/'; found {key!r:.200}"

@@ -20,6 +20,7 @@ from kvkeep.storage.objects.interface import (
     ObjectInfo,
     checked_key,
     checked_prefix,
+    is_valid_key,
     too_large_error,
 )
 
@@ -122,7 +123,10 @@ class RemoteObjectStore:
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._translated_errors(prefix, "listed"):
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
-                yield from map(_object_info, page)
+                yield from (_object_info(meta) for meta in page if is_valid_key(str(meta["path"])))
+
+    def sweep_unfinished(self, prefix: str) -> list[str]:
+        return []
 
     def delete(self, key: str) -> None:
         with suppress(NoObject), self._translated_errors(key, "deleted"):

@@ -252,9 +252,10 @@ def evict_blocks(store: ObjectStore, max_bytes: int) -> tuple[int, int]:
     """Evict blocks of all owners down to a total size; return the bytes freed and remaining.
 
     Checkpoints that `kept_checkpoint_ends` leaves out are evicted first. Then the prompt whose end
-    was written first is, from its end, so that the rest of it stays a usable prefix. Raises
-    StoreError.
+    was written first is, from its end, so that the rest of it stays a usable prefix. What killed
+    writers left is removed, too, and not counted. Raises StoreError.
     """
+    store.sweep_unfinished(_KEY_PREFIX)
     files = list(stored_objects(store))
     prompts = prompts_of(blocks_of_files(files))
     prompt_files = [f for prompt in prompts for block in prompt.blocks for f in block.files]

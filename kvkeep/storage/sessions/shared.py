@@ -89,8 +89,13 @@ class SessionPath:
 
 
 def sweep_all(store: ObjectStore) -> list[str]:
-    """Remove what killed writers left of any owner's sessions; return it as OWNER/NAME/SNAPSHOT."""
-    return [
+    """Remove what killed writers left of any owner's sessions; return it as OWNER/NAME/SNAPSHOT.
+
+    Files that were being written when their writer was killed are removed in all of the store, and
+    returned as paths in it.
+    """
+    unfinished = store.sweep_unfinished("")
+    return unfinished + [
         f"{owner}/{removed}"
         for owner in _folder_names(store, _SESSIONS_PREFIX)
         for removed in SharedSessions(store, owner).sweep()
