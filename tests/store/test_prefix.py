@@ -173,6 +173,17 @@ def test_the_longest_common_prefix_of_several_prompts_is_reported(tmp_path: Path
     assert store.differs_at(MODEL.fingerprint, ids) == (0, 90)
 
 
+def test_a_miss_is_compared_with_the_prompts_used_last(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 256)
+    for age, changed in enumerate((60, 20, 30, 10, 90, 40)):
+        known = set(tmp_path.glob("*.kvblock"))
+        add_whole_blocks(store, [*ids[:changed], 1 + ids[changed] % 255, *ids[changed + 1 :]])
+        (block,) = set(tmp_path.glob("*.kvblock")) - known
+        os.utime(block, (1000 - age, 1000 - age))
+    assert store.find(MODEL.fingerprint, ids).differs_at == 60
+    assert store.differs_at(MODEL.fingerprint, ids) == (0, 60)
+
+
 def test_blocks_of_another_model_are_not_found(tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), prompt(5, 600)
     add_whole_blocks(store, ids)

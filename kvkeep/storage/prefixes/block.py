@@ -19,16 +19,18 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 BlockCells: TypeAlias = tuple[Tensor, Tensor]  # keys, values: `[layers, kv_heads, 256, head_dim]`
 BlockStream: TypeAlias = Iterable[BlockCells]
+MAX_COMPARED_BLOCKS = 4  # stored blocks read to find where a prompt differs from them
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
     """The result of a lookup: the cells of each matching block.
 
-    differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise;
-    None if all whole blocks of the prompt were found. checkpoint: after the last block, for models
-    that need one; blocks behind the newest usable one are left out. stored_tokens: of the prompt,
-    those included. rounded: the codec by which the cells were rounded, or "".
+    differs_at: the index of the first token that the nearest stored prompt lacks or has otherwise,
+    of a few that continue after the blocks found; None if all whole blocks were found. checkpoint:
+    after the last block, for models that need one; blocks behind the newest usable one are left
+    out. stored_tokens: of the prompt, those included. rounded: the codec by which the cells were
+    rounded, or "".
     """
 
     blocks: Sequence[BlockCells]

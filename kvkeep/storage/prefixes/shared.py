@@ -25,6 +25,7 @@ from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.block import (
+    MAX_COMPARED_BLOCKS,
     BlockCells,
     BlockStream,
     CheckpointNeed,
@@ -64,7 +65,6 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint
 SECRET_BYTES = 32
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
 _READ_THREADS = 4  # blocks read at once
-_MAX_COMPARED_BLOCKS = 4  # stored blocks read to find where a prompt differs from them
 _MAX_QUEUED_BLOCKS = 64  # blocks that wait to be written
 _BACKOFF = 30.0  # seconds without requests after a failure of the store
 
@@ -180,7 +180,7 @@ class SharedPrefixCache:
         """Return how many of `tokens` a stored child of a block begins with, of a few compared."""
         longest, objects = 0, self._store.list_objects(f"{self._key_prefix}{parent}/")
         children = (info.key for info in objects if info.key.endswith(BLOCK_SUFFIX))
-        for key in itertools.islice(children, _MAX_COMPARED_BLOCKS):
+        for key in itertools.islice(children, MAX_COMPARED_BLOCKS):
             path = ObjectPath(self._store, key)
             with suppress(StoreError):
                 container = read_container(path, BLOCK_KIND, BLOCK_FORMAT, ("tokens",))

@@ -19,6 +19,7 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import sweep_temporary_files
 from kvkeep.storage.prefixes.block import (
+    MAX_COMPARED_BLOCKS,
     BlockCells,
     BlockStream,
     CheckpointNeed,
@@ -307,15 +308,20 @@ class PrefixStore:
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
     def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` the nearest stored child of block `parent` begins with."""
+        """Return how many of `tokens` a child of block `parent` begins with, of the newest few."""
+        dated = list[tuple[int, str]]()
         try:
-            names = os.listdir(self.path)
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    if entry.name.startswith(f"{parent}-") and entry.name.endswith(BLOCK_SUFFIX):
+                        with suppress(FileNotFoundError):  # evicted meanwhile
+                            dated.append((entry.stat().st_mtime_ns, entry.name))
         except FileNotFoundError:
             return 0  # another process removed the folder; the next block creates it again
         except OSError as error:
             raise self._store_error("read", error) from error
-        children = [n for n in names if n.startswith(f"{parent}-") and n.endswith(BLOCK_SUFFIX)]
-        lengths = (common_prefix_length(read_tokens(self.path / n), tokens) for n in children)
+        newest = sorted(dated, reverse=True)[:MAX_COMPARED_BLOCKS]
+        lengths = (common_prefix_length(read_tokens(self.path / n), tokens) for _, n in newest)
         return max(lengths, default=0)
 
 
