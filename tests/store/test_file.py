@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from small_models import small_model
 from topics import topic_ids
 
 from kvkeep.cache import Cells, Layout, PositionMap, Segment
-from kvkeep.errors import StoreError
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.objects.paths import as_path
+from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
 
 MODEL = small_model()
@@ -233,6 +236,34 @@ def test_a_session_outlives_its_file(tmp_path: Path) -> None:
     for _ in range(60):
         assert restored.next_token() == session.next_token()
     assert torch.equal(restored.logits, session.logits)
+
+
+@pytest.mark.parametrize("name", ["a\0b.kvkeep", "circle"])
+def test_a_path_that_leads_to_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(StoreError, match="could not be written"):
+        SESSIONS["full"].snapshot().save(path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        Snapshot.load(path)
+    with pytest.raises(StoreError, match="cannot be a store"):
+        open_object_store(path)
+    with pytest.raises(InvalidArgument, match="cannot be written"):
+        check_output_path(path, "snapshot")
+    assert [file.name for file in tmp_path.iterdir()] == ["circle"]
+
+
+def test_notes_that_are_not_json_are_refused(tmp_path: Path) -> None:
+    path, snapshot = tmp_path / "a.kvkeep", SESSIONS["full"].snapshot()
+    snapshot.save(path)
+    before = path.read_bytes()
+    circular: dict[str, Any] = {}
+    circular["self"] = circular
+    for notes in ({"seen": {1, 2}}, circular):
+        with pytest.raises(InvalidArgument, match="JSON"):
+            replace(snapshot, notes=notes).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_int8_codec_halves_the_file_at_little_drift(smollm2: Model, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         OSError: nothing was written; `path` is unchanged.
         StoreError: `path` was replaced, but may not survive a power cut.
     """
-    path = path.resolve()
+    path = _resolved(path)
     mode = None
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
@@ -81,7 +81,7 @@ def check_writable(path: Path) -> None:
     if _is_pipe_or_device(path):
         return
     try:
-        file, temp_path = _create_temporary_file(path.resolve())
+        file, temp_path = _create_temporary_file(_resolved(path))
         temp_path.unlink()
         file.close()
     except OSError as error:
@@ -112,6 +112,14 @@ def _remove_if_unlocked(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _resolved(path: Path) -> Path:
+    """Return the file that a path leads to. Raises OSError for any path that leads to none."""
+    try:
+        return path.resolve()
+    except (RuntimeError, ValueError) as error:  # a circle of symbolic links, or a zero byte
+        raise OSError(errno.EINVAL, str(error)) from error
 
 
 def _create_temporary_file(path: Path) -> tuple[BinaryIO, Path]:

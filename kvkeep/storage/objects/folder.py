@@ -40,11 +40,12 @@ class FolderObjectStore:
         """The first write creates the folder. Raises StoreError for one that cannot be used."""
         self._root = path.absolute()
         try:
-            existing = next(p for p in (self._root, *self._root.parents) if p.exists())
+            target = self._root.resolve()
+            existing = next(p for p in (target, *target.parents) if p.exists())
             if not existing.is_dir():
                 raise NotADirectoryError(f"{existing} is not a folder")
-        except OSError as error:
-            raise StoreError(f"{path} cannot be a store: {error.strerror or error}") from error
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a zero byte
+            raise StoreError(f"{path} cannot be a store: {error}") from error
 
     @property
     def url(self) -> str:

@@ -21,7 +21,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from kvkeep.errors import CorruptFile, StoreError
+from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
 from kvkeep.storage.files.atomic import atomic_writer
 from kvkeep.storage.files.tensors import (
     ALIGNMENT,
@@ -65,7 +65,8 @@ def write_container(
     """Write a file atomically, and return its size in bytes.
 
     kind: such as "snapshot". Tensors may have any strides; they are written in chunks, without a
-    full copy. Raises StoreError if writing fails; then the existing file is unchanged.
+    full copy. Raises StoreError if writing fails, InvalidArgument for a document that is not JSON;
+    then the existing file is unchanged.
     """
     cpu_tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     padded_tensors = dict(_with_padding(cpu_tensors))
@@ -136,14 +137,22 @@ def _build_header(
 ) -> bytes:
     """Return a header with its own checksum. Its size does not depend on the checksums.
 
-    Raises StoreError if it is larger than readers accept.
+    Raises InvalidArgument for a document that is not JSON, and StoreError if the header is larger
+    than readers accept.
     """
+    try:
+        document_json = json.dumps(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"a {kind} holds JSON values only ({error}): make its notes text, numbers, lists and "
+            "dicts with text keys"
+        ) from error
     metadata = {
         "kvkeep": kind,
         "version": str(format_version),
         "checksum": NO_CHECKSUM,
         "checksums": json.dumps(checksums),
-        "document": json.dumps(document),
+        "document": document_json,
     }
     entries = {
         name: TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)

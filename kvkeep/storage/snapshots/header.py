@@ -3,6 +3,7 @@
 `container.py` describes the format, writes files, and reads their tensors.
 """
 
+import errno
 import json
 import math
 import struct
@@ -43,10 +44,17 @@ def read_document(path: ReadablePath, kind: str, max_format: int) -> dict[str, A
 def open_for_reading(path: ReadablePath) -> Iterator[BinaryIO]:
     """Open a file to read. Raises StoreError in place of OSError, also from the block."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             yield file
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: ReadablePath) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except ValueError as error:  # a path with a zero byte
+        raise OSError(errno.EINVAL, str(error)) from error
 
 
 @dataclass(frozen=True)

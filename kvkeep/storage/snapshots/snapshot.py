@@ -153,8 +153,8 @@ class Snapshot:
         (or "none") is fastest to load; "zstd" is smaller, slower and still exact. "small" and
         "smaller" round keys and values in the basis that `kvkeep calibrate` made for the model, and
         "int8" to 8 bits: a session restored from such a file is not exact. Raises InvalidArgument
-        if there is no basis, or the cells are quantised already, and StoreError if the file cannot
-        be written; then the existing file is unchanged.
+        if there is no basis, the cells are quantised already, or the notes are not JSON, and
+        StoreError if the file cannot be written; then the existing file is unchanged.
         """
         codec = checked_codec(codec)
         basis = self._basis() if codec in LOSSY_CODECS else None
