@@ -10,13 +10,14 @@ import torch
 from lossy_basis import random_basis
 from small_models import local_spec, small_model, state_specs
 
-from kvkeep import load_model
+from kvkeep import Snapshot, load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.storage.lossy.basis import add_basis
+from kvkeep.storage.lossy.basis import add_basis, newest_basis
 from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.objects.interface import MAX_GET_BYTES
 from kvkeep.storage.prefixes.inventory import (
     evict_blocks,
     prompts_of,
@@ -24,6 +25,7 @@ from kvkeep.storage.prefixes.inventory import (
     stored_prompts,
 )
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
+from kvkeep.storage.sessions.shared import SharedSessions
 
 CHECKPOINT_MODELS = {
     "local": small_model(spec=local_spec(window=60)),
@@ -207,6 +209,43 @@ def test_checkpoints_of_models_that_need_them_are_shared(objects: ObjectStore, k
     assert (reused, logits.equal(expected)) == (512, True)
     total = sum(info.st_size for info in objects.list_objects("prefixes/"))
     assert evict_blocks(objects, 0) == (total, 0)
+
+
+class _RecordingStore:
+    """A store that records the keys of the objects that are read."""
+
+    def __init__(self, objects: ObjectStore):
+        self._objects, self.read = objects, list[str]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
+        self.read.append(key)
+        return self._objects.get(key, max_bytes)
+
+
+def test_a_basis_is_read_from_the_store_where_it_is_missing(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sessions = small_model(), SharedSessions(objects)
+    fingerprint, session = model.fingerprint.to_dict(), model.session(max_kv_size=2048)
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "a"))
+    key = f"bases/{add_basis(random_basis(model)).name}"
+    objects.put("bases/old/0.kvbasis", b"of other software")
+    share_bases(objects, fingerprint)
+    session.feed(PROMPT_BYTES)
+    with sessions.lock("one") as path:
+        session.snapshot().save(path, "small")
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "b"))
+    for expected in ([key], []):
+        recording = _RecordingStore(objects)
+        share_bases(recording, fingerprint)  # type: ignore[arg-type]
+        assert recording.read == expected
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "c"))
+    own = add_basis(random_basis(model, seed=1))
+    assert Snapshot.load(sessions.path("one")).rounded == "small"
+    assert newest_basis(fingerprint).digest == own.stem
 
 
 def test_machines_share_a_basis_and_blocks_that_are_rounded_in_it(

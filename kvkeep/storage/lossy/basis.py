@@ -178,18 +178,21 @@ def _group(name: str, width: int, tensors: Mapping[str, Tensor]) -> GroupBasis:
     return GroupBasis(*parts)
 
 
-def add_basis(basis: CellBasis) -> Path:
+def add_basis(basis: CellBasis, is_newest: bool = True) -> Path:
     """Add a basis to those of this machine; return its file. Raises StoreError.
 
     Earlier ones of the model stay, since files that were coded with them need them. A damaged file
-    of the same basis is replaced.
+    of the same basis is replaced. is_newest: whether cells are written in it from now on; if not, a
+    basis that is new here counts as older than all others.
     """
     path = _folders()[0] / f"{basis.digest}{BASIS_SUFFIX}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not _is_intact(path):
+        is_new = not _is_intact(path)
+        if is_new:
             basis.save(path)
-        os.utime(path)
+        if is_newest or is_new:
+            os.utime(path, None if is_newest else (0, 0))
     except OSError as error:
         raise StoreError(f"{path.parent} cannot be written: {error.strerror}") from error
     return path

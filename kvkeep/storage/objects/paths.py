@@ -5,7 +5,16 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeVar, cast, overload
+from typing import (
+    Any,
+    BinaryIO,
+    Literal,
+    Protocol,
+    TypeVar,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 from kvkeep.errors import InvalidArgument, NoObject
 from kvkeep.storage.objects import is_url, open_object_store
@@ -32,6 +41,14 @@ class WritablePath(Protocol):
 
     def write_chunks(self, iter_chunks: ChunkFactory) -> None:
         """Replace the file atomically. iter_chunks: called once per attempt. Raises StoreError."""
+
+
+@runtime_checkable
+class StoredPath(Protocol):
+    """The path of a file in an object store."""
+
+    @property
+    def store(self) -> ObjectStore: ...
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ class SessionPath:
         return f"session {self.objects.name!r} in {self.objects.store.url}"
 
     @property
+    def store(self) -> ObjectStore:
+        return self.objects.store
+
+    @property
     def stem(self) -> str:
         return self.objects.name
 

@@ -16,7 +16,8 @@ from kvkeep.cache.checkpoint import Checkpoints
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
 from kvkeep.storage.lossy.basis import LOSSY_CODECS, CellBasis, newest_basis
-from kvkeep.storage.objects.paths import ReadablePath, WritablePath, as_path
+from kvkeep.storage.lossy.shared import fetch_bases
+from kvkeep.storage.objects.paths import ReadablePath, StoredPath, WritablePath, as_path
 from kvkeep.storage.snapshots.checkpoints import (
     checkpoints_entry,
     read_checkpoints,
@@ -256,12 +257,17 @@ class Snapshot:
     def load(cls, path: str | ReadablePath) -> "Snapshot":
         """Read a snapshot, and verify every byte of it.
 
-        path: of a file, or the URL of an object. Raises StoreError and its kinds: foreign, newer,
+        path: of a file, or the URL of an object. A basis that its cells need is read from the store
+        of that object if it is not here. Raises StoreError and its kinds: foreign, newer,
         truncated, corrupt.
         """
-        container = read_container(as_path(path), SNAPSHOT_KIND, SNAPSHOT_FORMAT)
+        path = as_path(path)
+        container = read_container(path, SNAPSHOT_KIND, SNAPSHOT_FORMAT)
         with _translated_errors(path):
             check_document(container.document)
+            if isinstance(path, StoredPath):
+                codings = container.document["coding"].values()
+                fetch_bases(path.store, {x["basis"] for x in codings if "basis" in x})
             return _from_document(container.document, container.tensors)
 
 
