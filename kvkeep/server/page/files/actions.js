@@ -10,18 +10,36 @@ import { undoNamesOf } from "./undo.js";
 
 /** @typedef {import("./inspector_change.js").Change} Change */
 
+/** @type {Record<string, string>} */
+const HINTS = {
+  Branch: "Begin another conversation with the text and memory of this one",
+  Compress: "Hold the whole text in fewer cells, with a loss",
+  Save: "Write the conversation to disk now",
+  Snapshot: "Keep a copy on disk under a name, from which sessions can begin",
+  Delete: "Delete the conversation",
+  Pin: "Hold the selected tokens whatever is evicted",
+  Unpin: "Let the selected tokens be evicted like others",
+  Name: "Give the selected tokens a name, by which clients can edit them",
+  "Remove text": "Take the selected tokens out of the text and out of memory",
+  Replace: "Put another text in place of the selected tokens",
+  "Insert before": "Put a text before the selected tokens",
+  "Branch here": "Begin another conversation with the text up to the end of the selection",
+  Rewind: "Remove all that follows the selection",
+};
+
 /**
  * Creates the buttons for a whole session. update() shows what they would do now.
  * @param {() => Change} newChange @param {() => Memory} memory
  */
 export function sessionButtons(newChange, memory) {
   /** @param {string} label @param {(change: Change) => Promise<any>} run */
-  const button = (label, run) => h("button", { onclick: () => run(newChange()) }, label);
+  const button = (label, run) => h("button", { title: HINTS[label], onclick: () => run(newChange()) }, label);
   const residence = button("", (change) => {
     const resident = !memory().resident;
     const path = `/v1/sessions/${change.name}/resident`;
     return change.send("PUT", path, { resident }, resident ? "The conversation stays in memory." : "The conversation may be moved to disk.");
   });
+  residence.title = "Whether the server may move it to disk when other sessions need memory";
   const update = () => fill(residence, memory().resident ? "Allow moving to disk" : "Stay in memory");
   update();
   const elements = [
@@ -108,7 +126,7 @@ export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
     ["Branch here", (change) => fork(change, selection.end)],
     ["Rewind", rewind],
   ];
-  const buttons = newChange ? operations.map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label)) : [];
+  const buttons = newChange ? operations.map(([label, run]) => h("button", { title: HINTS[label], onclick: () => run(newChange()) }, label)) : [];
   const rewindButton = buttons.at(-1);
   const unpinButton = buttons[1];
   const undoPlace = h("span");
