@@ -57,7 +57,7 @@ def pin_newest(session: Session, count: int) -> None:
         session.pin(max(start, end - room), end)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(8))
 @given(
     archives(),
     st.integers(0, 40),
