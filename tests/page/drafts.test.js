@@ -5,7 +5,7 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
-const { keepNote, noteOf, noteText, openNote, signatureOf } = await import(`${FILES}/message_note.js`);
+const { dropOpenNotes, keepNote, noteOf, noteText, openNote, signatureOf } = await import(`${FILES}/message_note.js`);
 const { watchSize } = await import(`${FILES}/message_size.js`);
 const { unreadOf } = await import(`${FILES}/turns.js`);
 
@@ -98,6 +98,10 @@ test("a note stays with its message until the text is another one", () => {
   assert.equal(noteOf("a", part("turn 1 question", "Hi")), "replaced"); // after an undo
   for (let number = 0; number < 20; number += 1) keepNote("a", part("turn 1 question", `${number}`), "replaced");
   assert.ok(JSON.parse(stored.get("kvkeep conversations")).a.notes["turn 1 question"].length <= 10);
+  keepNote("d", part("turn 1 answer", "Hello"), "open");
+  keepNote("d", part("turn 2 answer", "Ho"), "stopped");
+  dropOpenNotes("d");
+  assert.deepEqual([["turn 1 answer", "Hello"], ["turn 2 answer", "Ho"]].map(([label, text]) => noteOf("d", part(label, text))), [null, "stopped"]);
   stored.set("kvkeep conversations", JSON.stringify({ c: { notes: { x: { note: "stopped", signature: signatureOf({ text: "Hi" }) } } } })); // of an earlier version
   assert.equal(noteOf("c", part("x", "Hi")), "stopped");
 });

@@ -29,6 +29,17 @@ test("texts that were fed at several places are numbered, as messages are", () =
   assert.deepEqual(labels(...said), ["message 1", "turn 1", "message 2", "turn 2", "message 3"]);
 });
 
+test("what was inserted at the edges of a message is a part of it", () => {
+  const spans = { "turn 1": span(0, 10), "turn 1 question": span(3, 4), "turn 1 answer": span(7, 8) };
+  const texts = ["<|im_start|>", "user\n", "Mind: ", "Hi", "<|im_end|>\n", "<|im_start|>", "assistant\n", "Hello", " LAST", "<|im_end|>\n"];
+  const [{ parts }] = turnsOf(memory({ tokens: 10, spans }), texts);
+  assert.deepEqual(parts.map(({ text, start, end }) => [text, start, end]), [["Mind: Hi", 2, 4], ["Hello LAST", 7, 9]]);
+  const thinking = [...texts.slice(0, 6), "assistant\n<think>\n", "Hello", ...texts.slice(8)];
+  assert.equal(turnsOf(memory({ tokens: 10, spans }), thinking)[0].parts[1].start, 7); // of the template: Regenerate leaves it
+  const other = ["[INST]", " ", "Mind: ", "Hi", "[/INST]", "", "", "Hello", "</s>", ""]; // marks that the page does not know
+  assert.deepEqual(turnsOf(memory({ tokens: 10, spans }), other)[0].parts.map(({ text }) => text), ["Hi", "Hello"]);
+});
+
 test("the opening stays one once no turn is left", () => {
   const turns = turnsOf(memory({ tokens: 3, spans: { opening: span(0, 3) } }), ["<|im_start|>system\n", "Be terse.", "<|im_end|>\n"]);
   assert.deepEqual(turns.map(({ label, parts }) => [label, parts.length]), [["opening", 0]]);

@@ -33,6 +33,7 @@ export function memoryPanel(actions) {
   const element = h("aside", { class: "memory-panel", "aria-label": "Memory", tabindex: "0" }, heading, budget, answer, turnPart, compressPart);
   let compressedFor = ""; // the policy whose control is drawn
   let updateCost = () => {};
+  let fitRatio = () => {}; // to one that is possible
   /** @type {Memory | null} */
   let latest = null;
 
@@ -41,6 +42,7 @@ export function memoryPanel(actions) {
     turnPart,
     openCompress() {
       compressPart.querySelector("details")?.setAttribute("open", "");
+      fitRatio();
     },
     /** Gives the focus to what was pressed last, or to the button in its place. @param {FocusOptions} [options] */
     focus(options) {
@@ -62,7 +64,7 @@ export function memoryPanel(actions) {
         compressedFor = memory.policy;
         const control = compressControl(() => /** @type {Memory} */ (latest), actions);
         fill(compressPart, control.elements);
-        updateCost = control.update;
+        [updateCost, fitRatio] = [control.update, control.fit];
       }
       updateCost();
     },
@@ -184,7 +186,7 @@ async function replace(memory, part, actions, written = part.text, failure = "")
 /** @param {() => Memory} memory @param {Actions} actions */
 function compressControl(memory, actions) {
   const other = instead(memory().policy);
-  if (other) return { elements: [h("p", { class: "hint" }, other)], update: () => {} };
+  if (other) return { elements: [h("p", { class: "hint" }, other)], update: () => {}, fit: () => {} };
   const slider = h("input", { type: "range", id: "ratio", min: "1.5", max: "16", step: "0.5", value: "4" });
   const cost = h("p", { role: "status" });
   const update = () => {
@@ -199,6 +201,14 @@ function compressControl(memory, actions) {
   };
   const button = h("button", { onclick: run }, "Compress");
   const parts = [h("label", { for: "ratio" }, "Ratio"), slider, cost, button];
-  const onToggle = (/** @type {Event} */ event) => /** @type {HTMLElement} */ (event.target).scrollIntoView({ block: "nearest" });
-  return { elements: [h("details", { class: "compress", ontoggle: onToggle }, h("summary", {}, "Compress the whole memory"), parts)], update };
+  const fit = () => {
+    const highest = memory().highest_ratio;
+    if (highest && Number(slider.value) > highest) slider.value = String(highest);
+    update();
+  };
+  const onToggle = (/** @type {Event} */ event) => {
+    fit();
+    /** @type {HTMLElement} */ (event.target).scrollIntoView({ block: "nearest" });
+  };
+  return { elements: [h("details", { class: "compress", ontoggle: onToggle }, h("summary", {}, "Compress the whole memory"), parts)], update, fit };
 }

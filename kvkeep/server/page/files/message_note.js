@@ -32,6 +32,12 @@ export function keepNote(name, part, note) {
   keep(name, { notes: { ...keptOf(name).notes, [part.label]: note ? [...others, { note, signature }] : others } });
 }
 
+/** Drops the notes that answers have no end: after an undo they may have one. @param {string} name of their session */
+export function dropOpenNotes(name) {
+  const notes = Object.entries(keptOf(name).notes || {}).map(([label, kept]) => [label, [kept].flat().filter(({ note }) => note !== "open")]);
+  keep(name, { notes: Object.fromEntries(notes) });
+}
+
 /**
  * Returns the note on a message as it is now; null if there is none.
  * @param {string} name of its session @param {Part} part

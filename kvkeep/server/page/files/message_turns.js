@@ -4,6 +4,8 @@
 /** @typedef {import("./turns.js").Turn} Turn */
 
 export const MARKER = /<\|im_start\|>(\w+)\n?/g; // of a message in ChatML; texts of other templates stay whole
+const THINKING = /^\s*<think/; // that a template begins an answer with
+const END_MARK = "<|im_end|>";
 const END = /<\|im_end\|>\s*$/;
 /** @type {Record<string, Role>} */
 const ROLES = { system: "system", user: "question", assistant: "answer", tool: "tool" };
@@ -40,6 +42,23 @@ export function withTurnInProgress(messages, number) {
   const label = `turn ${number}`;
   const turn = { label, number, start: own[0].start, end: own[own.length - 1].end, parts: own.flatMap(({ parts }) => parts) };
   return [...messages.slice(0, at).map((message) => (message.parts[0].role === "system" ? { ...message, label: "system", number: 0 } : message)), turn];
+}
+
+/**
+ * Returns the range of a message with what was inserted at its edges, between the marks of ChatML.
+ * @param {string[]} texts of all tokens @param {{start: number, end: number}} span of the message @param {number} [from] @param {number} [to] around it
+ */
+export function wholeMessage(texts, { start, end }, from = start, to = end) {
+  const [before, after] = [texts.slice(from, start), texts.slice(end, to)];
+  const [head, tail] = [before.join(""), after.join("")];
+  const marker = [...head.matchAll(MARKER)].at(-1);
+  const place = marker ? marker.index + marker[0].length : head.length;
+  const stop = Math.max(0, tail.indexOf(END_MARK));
+  const isInserted = head.slice(place).trim() && !THINKING.test(head.slice(place));
+  return {
+    start: isInserted ? from + tokenFinder(before)(place) : start,
+    end: tail.slice(0, stop).trim() ? end + tokenFinder(after)(stop) : end,
+  };
 }
 
 /** @param {string} label @param {number} number @param {number} start @param {number} end @param {Role} role @param {string} text @returns {Turn} */

@@ -13,7 +13,7 @@ export const BUSY_ELSEWHERE = "An answer is being generated in this conversation
 /** @type {Record<string, string>} */
 const TEXTS = {
   session_busy: BUSY_ELSEWHERE,
-  context_length_exceeded: "There is no room in memory for this text. Write a shorter one, or remove or compress text first.",
+  context_length_exceeded: "There is no room in memory for this text. Write a shorter one, have what follows evaluated again, or remove text first.",
 };
 
 /**

@@ -31,6 +31,7 @@ export function strip(name, onSelect) {
   /** @type {Pick<Memory, "tokens" | "runs">} */
   let memory = { tokens: 0, runs: [] };
   let at = 0;
+  let chosenAt = -1; // the first token that is selected
 
   const showPreview = debounce(async () => {
     if (!memory.tokens) return;
@@ -84,9 +85,11 @@ export function strip(name, onSelect) {
   /** @param {number} start @param {number} end */
   function select(start, end) {
     chosen.hidden = end <= start;
+    if (chosen.hidden) chosenAt = -1;
     if (chosen.hidden) return;
     Object.assign(chosen.style, placeOf(start, end, memory.tokens));
-    if (at < start || at >= end) moveTo(start);
+    if (start !== chosenAt) moveTo(start);
+    chosenAt = start;
   }
 
   return { element: h("div", {}, slider, preview, legendPart), draw, select };

@@ -1,6 +1,6 @@
 // A session's text as turns, and what memory holds of each: values only, no elements.
 
-import { MARKER, messageTurns, withTurnInProgress } from "./message_turns.js";
+import { MARKER, messageTurns, wholeMessage, withTurnInProgress } from "./message_turns.js";
 
 /** @typedef {"system" | "question" | "answer" | "tool" | "text"} Role */
 /** @typedef {{label: string, role: Role, start: number, end: number, text: string}} Part */
@@ -57,17 +57,20 @@ export const nextNumber = (spans) => (turnNumbers(spans).at(-1) || 0) + 1;
 function namedTurns(spans, texts) {
   const numbers = turnNumbers(spans);
   if (!numbers.length && !spans.system && !spans.opening) return [];
-  /** @param {string} label @param {Role} role @returns {Part[]} */
-  const part = (label, role) => {
+  /** @param {string} label @param {Role} role @param {number} [from] @param {number} [to] around it @returns {Part[]} */
+  const part = (label, role, from, to) => {
     const span = spans[label];
     if (!span || span.end <= span.start) return [];
-    return [{ label, role, start: span.start, end: span.end, text: joined(texts, span.start, span.end) }];
+    const { start, end } = wholeMessage(texts, span, from, to);
+    return [{ label, role, start, end, text: joined(texts, start, end) }];
   };
   /** @type {Turn[]} */
   const turns = numbers.map((number) => {
     const label = `turn ${number}`;
     const { start, end } = spans[label];
-    return { label, number, start, end, parts: [...part(`${label} question`, "question"), ...part(`${label} answer`, "answer")] };
+    const [question, answer] = [spans[`${label} question`], spans[`${label} answer`]];
+    const asked = part(`${label} question`, "question", start, answer?.start ?? end);
+    return { label, number, start, end, parts: [...asked, ...part(`${label} answer`, "answer", question?.end ?? start, end)] };
   });
   // The opening is what a template writes by itself: it has no text that was said.
   const label = spans.system ? "system" : "opening";

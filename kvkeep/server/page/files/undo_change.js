@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { forkConversation } from "./branches.js";
 import { keep, keptOf } from "./chat_settings.js";
 import { h, promptDialog } from "./dom.js";
-import { signatureOf } from "./message_note.js";
+import { dropOpenNotes, signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { changeError } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
@@ -72,5 +72,6 @@ export async function undoChange(memory, step, turns) {
   }
   const { [step.name]: _, ...edits } = keptOf(memory.name).edits || {}; // the next fork may have the name
   keep(memory.name, { edits });
+  dropOpenNotes(memory.name);
   return { text: `Undone: ${wordOf(step.operation)}.${later ? ` ${later} since then: see the newest branch of this conversation.` : ""}`, isError: false };
 }
