@@ -450,6 +450,7 @@ for word in sys.argv[1:]:
     shown.write(word + " ")
     time.sleep(0.1)
     while word == "resized" and os.get_terminal_size().columns == columns:
+        shown.write("")  # the last redraw may have been too slow for one more
         time.sleep(0.1)
 shown.end()
 """

@@ -140,7 +140,7 @@ test("what memory forgot and why a message was refused is said with the numbers"
   const full = memory({ policy: "full", cells: 120, max_kv_size: 128, highest_ratio: 4 });
   assert.match(fullText(full, true), /^Memory is full: 120 of 128 cells .* Compress the whole memory \(in the memory panel\) or remove a turn \(by the Memory button below it\) or begin a chat with another policy/);
   assert.match(fullText({ ...full, policy: "self_extend", removable: [] }, true), /evicts nothing\. Begin a chat/);
-  assert.match(fullText({ ...full, cells: 100, highest_ratio: null }, true), /evicts nothing\. Remove a turn .* or send a shorter message or begin a chat/);
+  assert.match(fullText({ ...full, cells: 100, highest_ratio: null }, true), /^The message does not fit: 100 of 128 .* evicts nothing\. Remove a turn .* or send a shorter message or begin a chat/);
   assert.match(fullText({ ...full, cells: 0, max_kv_size: 32 }, true), /^The message does not fit: memory has 32 cells, .* larger budget or another policy in Settings\.$/);
   assert.match(fullText(full, false), /so nothing was generated\. Compress the whole memory \(in the memory panel\) or remove a turn .* or begin a chat/);
   assert.match(stoppedText(210, 57, false), /^Stopped\. 210 tokens of the message were read and stay as a turn\. 57 tokens of older text are forgotten for it\. The rest of the message is in the box\.$/);

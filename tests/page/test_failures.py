@@ -50,7 +50,7 @@ def test_a_message_that_a_full_memory_refuses_says_what_helps(
     page.goto("/#/chat/full-chat")
     box(page).fill("the river is long. " * 40)
     box(page).press("Enter")
-    expect(page.locator("#status")).to_contain_text("Compress the whole memory")
+    expect(page.locator("#status")).to_contain_text("send a shorter message")
     expect(page.locator("details.compress[open]")).to_have_count(1)
     expect(box(page)).not_to_have_value("")
 

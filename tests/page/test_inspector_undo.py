@@ -40,8 +40,8 @@ def test_each_change_is_undone_in_the_inspector(page: Page, server: RunningServe
     page.goto("/#/sessions/undoable")
     before = text_of(server, "undoable")
     for button, operation, fields in (
-        ("Remove text", "delete", {}),
-        ("Replace", "edit", {"text": "Hi"}),
+        ("Remove text", "remove", {}),
+        ("Replace", "replace", {"text": "Hi"}),
         ("Insert before", "insert", {"text": "Hi"}),
         ("Rewind to token", "rewind", {}),
     ):

@@ -268,11 +268,12 @@ export function fullText(memory, isMessage) {
   const most = max_kv_size || cells;
   if (isMessage && !cells) return `The message does not fit: memory has ${counted(most, "cell")}, and policy ${policy} evicts nothing. Send a shorter message, or choose a larger budget or another policy in Settings.`;
   const compress = policy === "full" && highest_ratio ? ["Compress the whole memory (in the memory panel)"] : [];
-  const shorter = isMessage && most - cells >= SHORTEST_MESSAGE ? ["send a shorter message"] : [];
+  const hasRoom = isMessage && most - cells >= SHORTEST_MESSAGE;
+  const shorter = hasRoom ? ["send a shorter message"] : [];
   const remove = cells && removable.length ? ["remove a turn (by the Memory button below it)"] : [];
   const unpin = countOf(memory, "pinned") && !compress.length ? ["unpin what is pinned, and compress"] : [];
   const ways = [...compress, ...remove, ...(policy === "full" ? unpin : []), ...shorter, "begin a chat with another policy or a larger budget (New chat, then Settings)"].join(" or ");
-  return `Memory is full: ${count(cells)} of ${count(most)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
+  return `${hasRoom ? "The message does not fit" : "Memory is full"}: ${count(cells)} of ${count(most)} cells are in use, and policy ${policy} evicts nothing${isMessage ? "" : ", so nothing was generated"}. ${ways.replace(/^./, (letter) => letter.toUpperCase())}.`;
 }
 
 /**
