@@ -58,10 +58,10 @@ def requests() -> Iterator[tuple[Request, int]]:
     "name",
     [
         pytest.param("gemma3", marks=KERNELS),
-        pytest.param("gpt-oss", marks=KERNELS),
+        pytest.param("gpt-oss", marks=(KERNELS, pytest.mark.slow)),
         "delta_net",
-        "mamba2",
-        "convolution",
+        pytest.param("mamba2", marks=pytest.mark.slow),
+        pytest.param("convolution", marks=pytest.mark.slow),
     ],
 )
 def test_shared_tokens_are_evaluated_once(name: str) -> None:
