@@ -150,6 +150,21 @@ def test_changes_are_undone_one_after_another_by_the_key(page: Page, client: htt
     expect(page.locator("#words")).to_be_focused()
 
 
+def test_the_key_pressed_twice_at_once_undoes_two_changes(page: Page, client: httpx.Client) -> None:
+    open_chat(page, client, "undone-quickly")
+    before = text_of(client, "undone-quickly")
+    for turns in (2, 1):
+        card_button(page, "Remove").click()
+        expect(page.locator(".chat:not(.busy) .question")).to_have_count(turns)
+        if turns > 1:
+            page.locator(".turn-bars button[data-turn='turn 1']").click()
+    page.locator(".log").focus()
+    page.keyboard.press("Control+z")
+    page.keyboard.press("Control+z")
+    expect(page.locator(".chat:not(.busy) .question")).to_have_count(3)
+    assert text_of(client, "undone-quickly") == before
+
+
 def test_what_cannot_be_pinned_says_so_before(page: Page, client: httpx.Client) -> None:
     open_chat(page, client, "small", max_kv_size=64)
     memory = client.get("/v1/sessions/small/memory").json()

@@ -144,6 +144,7 @@ class SessionView {
   async undo(step) {
     if (this.isUndoing) return;
     this.isUndoing = true;
+    this.controls.element.toggleAttribute("inert", true);
     this.pendingChanges += 1;
     try {
       await this.reload(); // it may have gone on just now
@@ -159,6 +160,7 @@ class SessionView {
     } finally {
       this.pendingChanges -= 1;
       this.isUndoing = false;
+      this.controls.element.toggleAttribute("inert", false);
     }
   }
 

@@ -25,5 +25,17 @@ export function undoByKey(event) {
   const button = /** @type {HTMLElement | null} */ (document.querySelector("button.undo"));
   if (!isKey || isTyping || !button || document.querySelector("dialog[open]")) return;
   event.preventDefault();
-  button.click();
+  if (isFree(button)) {
+    undoneAt = performance.now();
+    button.click();
+  } else if (undoneAt !== null) {
+    const start = undoneAt;
+    import("./undo_next.js").then(async ({ undoNext }) => (undoneAt = await undoNext(start))).catch(() => {}); // without the server there is no undo
+  }
 }
+
+/** @type {number | null} */
+let undoneAt = null; // when the key was pressed for the undo that may be in progress
+
+/** Whether no change is in progress that the button would wait for. @param {HTMLElement} button */
+export const isFree = (button) => !button.closest("[inert]");
