@@ -14,7 +14,8 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer
 from kvkeep.server.answer_grammar import compile_answer
-from kvkeep.server.service import GenerationResult, RequestContext
+from kvkeep.server.generation_stream import GenerationResult
+from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
 
 _TITLE_LENGTH = 60  # characters

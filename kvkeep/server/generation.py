@@ -9,9 +9,10 @@ from typing import Any
 
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull
+from kvkeep.server.generation_stream import GenerationStream
 from kvkeep.server.grammar import compile_grammar
 from kvkeep.server.overflow import check_prompt_size, overflow_error
-from kvkeep.server.service import GenerationStream, RequestContext
+from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Sampling
 
 # Seconds that a stream waits for admission before it begins, with keepalives; errors are then

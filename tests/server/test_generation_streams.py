@@ -11,7 +11,7 @@ from server.conftest import ScriptedServer
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Generation
 from kvkeep.errors import NoRoom
-from kvkeep.server.service import GenerationStream
+from kvkeep.server.generation_stream import GenerationStream
 
 
 def test_a_refused_admission_that_is_not_awaited_is_no_error_of_the_loop() -> None:

@@ -21,7 +21,8 @@ from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
-from kvkeep.server.service import ContextDep, GenerationStream, RequestContext, StreamEvent
+from kvkeep.server.generation_stream import GenerationStream, StreamEvent
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = body_router()

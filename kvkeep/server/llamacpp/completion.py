@@ -14,6 +14,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.body_route import body_router
 from kvkeep.server.generation import constrain, start_generations
+from kvkeep.server.generation_stream import GenerationResult, GenerationStream
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.limits import (
     MAX_BATCH,
@@ -34,7 +35,7 @@ from kvkeep.server.llamacpp.auxiliary import NUM_SLOTS, slot_session_name
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings, logprobs_entry
 from kvkeep.server.overflow import check_prompt_size
 from kvkeep.server.schemas import RequestBody, SamplingParams
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, RequestContext
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 
 router = body_router()

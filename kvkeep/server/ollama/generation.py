@@ -16,6 +16,7 @@ from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
+from kvkeep.server.generation_stream import GenerationStream
 from kvkeep.server.ollama.answers import NDJSON, AnswerFormat, ndjson_response
 from kvkeep.server.ollama.request import (
     OLLAMA_RULES,
@@ -24,7 +25,7 @@ from kvkeep.server.ollama.request import (
     OllamaOptions,
     OllamaRequest,
 )
-from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
+from kvkeep.server.service import ContextDep, RequestContext
 
 router = body_router()
 

@@ -13,11 +13,12 @@ from kvkeep.server.alignment import own_fields
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
+from kvkeep.server.generation_stream import GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.chat_choices import ChatChoice
 from kvkeep.server.openai.chat_request import ChatRequest
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream, StreamEvent
+from kvkeep.server.service import ContextDep
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = body_router()

@@ -15,6 +15,7 @@ from kvkeep.models.text.fill_in_middle import FillInMiddle
 from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.body_route import body_router
 from kvkeep.server.generation import STREAM_PATIENCE, start_batch
+from kvkeep.server.generation_stream import GenerationResult, GenerationStream
 from kvkeep.server.ignored_fields import COMPLETION_RULES
 from kvkeep.server.limits import MAX_BATCH, MAX_TOKENS, LongText, TokenIds
 from kvkeep.server.openai import usage
@@ -24,7 +25,7 @@ from kvkeep.server.openai.completion_logprobs import (
     joined_entries,
 )
 from kvkeep.server.schemas import CompletionParams
-from kvkeep.server.service import ContextDep, GenerationResult, GenerationStream
+from kvkeep.server.service import ContextDep
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = body_router()

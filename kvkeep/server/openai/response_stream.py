@@ -11,9 +11,9 @@ from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.chat_input import EarlyEnd
 from kvkeep.server.errors import ApiError
+from kvkeep.server.generation_stream import StreamEvent
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems, status_of
 from kvkeep.server.openai.usage import logprobs_entry
-from kvkeep.server.service import StreamEvent
 from kvkeep.server.sse import sse_event
 
 

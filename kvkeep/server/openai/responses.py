@@ -27,6 +27,7 @@ from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, logged_api_error
 from kvkeep.server.generation import STREAM_PATIENCE
+from kvkeep.server.generation_stream import GenerationStream
 from kvkeep.server.ignored_fields import RESPONSES_RULES
 from kvkeep.server.limits import MAX_CHARACTERS, ShortText
 from kvkeep.server.openai import stored_items
@@ -36,7 +37,7 @@ from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
 from kvkeep.server.overflow import check_prompt_size, overflow_error
-from kvkeep.server.service import ContextDep, GenerationStream, RequestContext
+from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = body_router()

@@ -8,7 +8,8 @@ from typing import Any
 from kvkeep.engine import GeneratedToken, PrefillProgress, TokenLogprob, Usage
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
-from kvkeep.server.service import GenerationResult, Service
+from kvkeep.server.generation_stream import GenerationResult
+from kvkeep.server.service import Service
 from kvkeep.version import __version__
 
 SYSTEM_FINGERPRINT = f"kvkeep-{__version__}"  # under the same one, a seed gives the same text

@@ -28,12 +28,12 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import title_for
+from kvkeep.server.generation_stream import GenerationResult, GenerationStream
 from kvkeep.server.ignored_fields import SESSION_RULES
 from kvkeep.server.limits import MAX_TOKENS, LongText, Messages, TokenIds
 from kvkeep.server.notices import Notices
 from kvkeep.server.openai.usage import llamacpp_timings
 from kvkeep.server.schemas import SamplingParams
-from kvkeep.server.service import GenerationResult, GenerationStream
 from kvkeep.server.sessions.compaction import compact_before_turn, report_fields
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName, session_response
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
