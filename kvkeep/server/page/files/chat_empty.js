@@ -2,6 +2,7 @@
 
 import { beforeDraft, keepDraft, takeDraft } from "./chat_place.js";
 import { h } from "./dom.js";
+import { MOST } from "./undo.js";
 
 /** @typedef {import("./chat_place.js").Draft} Draft */
 
@@ -11,7 +12,7 @@ export const NOTHING_DONE = "Nothing was sent or changed: the server no longer h
 export const welcomeTexts = (model) => [
   `Write below to talk with ${model || "the model"}, which runs on this server; nothing is sent anywhere else.`,
   "The strip above the chat is the model's memory: each turn has a part there, the wider the more memory it takes, and coloured by whether it is still held.",
-  "Select a turn to pin it, to remove it from memory or to replace what it says; Undo takes back the last 10 changes, one after another.",
+  `Select a turn to pin it, to remove it from memory or to replace what it says; Undo takes back the last ${MOST} changes, one after another.`,
 ];
 
 /**
