@@ -159,14 +159,19 @@ def test_an_answer_is_continued(page: Page, client: httpx.Client) -> None:
     assert len(after) > len(before)
 
 
+def open_complete_answer(page: Page, client: httpx.Client, name: str) -> None:
+    """Open a conversation whose only answer the model ended."""
+    client.post("/v1/sessions", json={"name": name}).raise_for_status()
+    turn = {"content": "Say hello.", "system": "Be brief.", "max_tokens": 60, "temperature": 0}
+    client.post(f"/v1/sessions/{name}/turns", json=turn).raise_for_status()
+    assert client.get(f"/v1/sessions/{name}/memory").json()["last_answer"]["ended"] == "eos"
+    page.goto(f"/#/chat/{name}")
+
+
 def test_an_ended_answer_that_is_continued_loses_its_end_token(
     page: Page, client: httpx.Client
 ) -> None:
-    client.post("/v1/sessions", json={"name": "ended"}).raise_for_status()
-    turn = {"content": "Say hello.", "system": "Be brief.", "max_tokens": 60, "temperature": 0}
-    client.post("/v1/sessions/ended/turns", json=turn).raise_for_status()
-    assert client.get("/v1/sessions/ended/memory").json()["last_answer"]["ended"] == "eos"
-    page.goto("/#/chat/ended")
+    open_complete_answer(page, client, "ended")
     settings(page, temperature="0", max_tokens="6", repeat_penalty="2")
     answer = turns(page).locator(".answer .content")
     shown = answer.inner_text()
@@ -182,11 +187,8 @@ def test_an_ended_answer_that_is_continued_loses_its_end_token(
 def test_a_complete_answer_that_the_model_does_not_continue_is_said_to_be_one(
     page: Page, client: httpx.Client
 ) -> None:
-    client.post("/v1/sessions", json={"name": "complete"}).raise_for_status()
-    turn = {"content": "Say hello.", "system": "Be brief.", "max_tokens": 60, "temperature": 0}
-    client.post("/v1/sessions/complete/turns", json=turn).raise_for_status()
+    open_complete_answer(page, client, "complete")
     before = texts(client, "complete")
-    page.goto("/#/chat/complete")
     settings(page, temperature="0", repeat_penalty="1")
     page.get_by_role("button", name="Continue").click()
     expect(page.locator("#status")).to_contain_text("The answer is complete")

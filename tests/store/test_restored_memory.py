@@ -1,4 +1,4 @@
-"""What restored sessions keep in memory: their own cells and states, and nothing else of a file."""
+"""Restored sessions keep their own cells and states in memory, and nothing else of a file."""
 
 import gc
 from dataclasses import replace
