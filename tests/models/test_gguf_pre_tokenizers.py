@@ -1,6 +1,5 @@
 """Byte-level BPE from GGUF: how each family splits words, against transformers and by example."""
 
-import json
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from transformers import (
     AutoTokenizer,
     CohereTokenizer,
@@ -21,26 +18,14 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS
-from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, tokenizer_from_gguf
+from tests.models.vocabularies import CONTROL, NORMAL, TEXTS, tokenizer_from_gguf, trained_tokens
 
 STOP = "<|stop|>"
 
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Train tokens and merges, many of them across words, so that splits show in the ids."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = BpeTrainer(
-        vocab_size=1500,
-        initial_alphabet=ByteLevel.alphabet(),
-        max_token_length=12,
-        show_progress=False,
-    )
-    cased = [CORPUS, CORPUS.upper(), *TEXTS * 3]
-    tokenizer.train_from_iterator("\n".join(cased).split("."), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+    return trained_tokens()
 
 
 @pytest.fixture

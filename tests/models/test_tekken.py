@@ -8,12 +8,11 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 from kvkeep.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from kvkeep.models.text.codec import TextCodec
-from tests.models.vocabularies import CORPUS, TEXTS
+from tests.models.vocabularies import TEXTS, trained_tokens
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -23,22 +22,10 @@ _LLAMA3_WORDS = (
 
 @pytest.fixture(scope="module")
 def model() -> BPE:
-    """Train tokens, many of them across words, and add unused ones up to more than 100,000."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = BpeTrainer(
-        vocab_size=1500,
-        initial_alphabet=ByteLevel.alphabet(),
-        max_token_length=12,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(
-        "\n".join([CORPUS, CORPUS.upper(), *TEXTS * 3]).split("."), trainer
-    )
-    trained = json.loads(tokenizer.to_str())["model"]
-    vocab = trained["vocab"]
+    """Tokens with unused ones up to more than 100,000."""
+    vocab, merges = trained_tokens()
     vocab |= {f"unused {n}": n for n in range(len(vocab), 100_001)}
-    return BPE(vocab, [tuple(merge) for merge in trained["merges"]], ignore_merges=True)
+    return BPE(vocab, merges, ignore_merges=True)
 
 
 def write_folder(folder: Path, model: BPE, words: str, **config: str) -> Path:

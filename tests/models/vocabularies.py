@@ -1,5 +1,6 @@
 """Vocabularies trained for the tests, written to GGUF files and read back."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -7,6 +8,9 @@ from typing import Any
 
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.gguf.tokenizer import build_tokenizer
@@ -96,3 +100,19 @@ def codec(folder: Path, tokenizer: Tokenizer) -> TextCodec:
     """Return the codec of a tokenizer that was saved and loaded."""
     tokenizer.save(str(folder / "tokenizer.json"))
     return TextCodec.open(folder)
+
+
+def trained_tokens() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Train tokens and merges, many of them across words, so that splits show in the ids."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = BpeTrainer(
+        vocab_size=1500,
+        initial_alphabet=ByteLevel.alphabet(),
+        max_token_length=12,
+        show_progress=False,
+    )
+    cased = [CORPUS, CORPUS.upper(), *TEXTS * 3]
+    tokenizer.train_from_iterator("\n".join(cased).split("."), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
