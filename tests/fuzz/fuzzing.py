@@ -11,8 +11,9 @@ import psutil
 
 from kvkeep.errors import KvkeepError
 
-# The number of inputs of each format. `make fuzz` sets it to 100,000.
+# The number of inputs of each format, and that of the first. `make fuzz` sets them.
 COUNT = int(os.environ.get("KVKEEP_FUZZ", "0"))
+FIRST = int(os.environ.get("KVKEEP_FUZZ_FIRST", "0"))
 DEFAULT_COUNT = 50
 _TIMEOUT_SECONDS = 120  # for one input, which normally takes milliseconds
 _MEMORY_BYTES = 6 << 30  # of address space beyond the current use
@@ -32,7 +33,8 @@ def fuzz(read: Callable[[Random], object], seed: int, share: int = 1) -> Counter
         resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _MEMORY_BYTES, hard)
     )
     try:
-        for number in range(COUNT // share or DEFAULT_COUNT):
+        first = FIRST // share
+        for number in range(first, first + (COUNT // share or DEFAULT_COUNT)):
             faulthandler.dump_traceback_later(_TIMEOUT_SECONDS, exit=True)
             try:
                 read(Random(seed * 10_000_000 + number))

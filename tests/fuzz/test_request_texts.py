@@ -1,4 +1,7 @@
-"""Fuzz tests of what clients and models send as programs: JSON schemas, grammars, templates."""
+"""Fuzz tests of what clients and models send as programs.
+
+These are JSON schemas, regular expressions, tools, grammars and templates.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +14,9 @@ from fuzz.mutations import mutate_bytes, mutate_json
 from small_models import VOCABULARY, write_small_folder
 
 from kvkeep import Model, load_model
+from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.grammar import Grammar
 
 SCHEMA = {
@@ -34,6 +39,28 @@ string ::= "\"" ([^"\\\x7F] | "\\" ["nrt])* "\"" ws
 number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]+)?
 ws ::= [ \t\n]*
 """
+# Few characters: every expression of the grammar's library appears.
+PATTERN = (
+    r"^(?:[a-z]{1,8}(-[0-9]+)*|(?i:no|yes)\s?|\d{2,}(?=x)?\.\w*?|[^\x00-\x1f\\]+|\p{L}|(a|b)+\b)$"
+)
+PATTERN_PARTS = (
+    "(",
+    ")",
+    "[",
+    "]",
+    "{",
+    "}",
+    "*",
+    "+",
+    "?",
+    "|",
+    "^",
+    "$",
+    "\\",
+    "{1,9999}",
+    "{99}",
+    "(?",
+)
 TEMPLATE = """{%- set ns = namespace(n=0) -%}
 {%- macro part(text, sep='|') %}{{ sep }}{{ text|trim|upper }}{% endmacro -%}
 {%- for message in messages -%}
@@ -46,6 +73,17 @@ TEMPLATE = """{%- set ns = namespace(n=0) -%}
 {%- if add_generation_prompt %}{{ '%s>' % 'a' }}{{ range(3)|join(',') }}{% endif -%}
 {%- for a, b in {'x': 1}.items()|list %}{{ a * 2 }}{{ b ** 2 }}{% endfor -%}
 """
+TOOLS = {
+    "tools": [
+        {"type": "function", "function": {"name": "find", "parameters": SCHEMA, "strict": True}},
+        {
+            "type": "function",
+            "function": {"name": "stop", "description": "Stop.", "parameters": {}},
+        },
+    ],
+    "tool_choice": "required",
+    "parallel_tool_calls": True,
+}
 MESSAGES = [{"role": "user", "content": "xax"}, {"role": "assistant", "content": "axa"}]
 
 
@@ -70,7 +108,28 @@ def test_a_changed_schema_is_followed_or_refused(model: Model) -> None:
         if isinstance(schema, dict):
             follow(Grammar.from_schema(model, schema), random)
 
-    assert fuzz(read, 41, share=2)["read"]
+    assert fuzz(read, 41)["read"]
+
+
+def test_a_changed_pattern_is_followed_or_refused(model: Model) -> None:
+    def read(random: Random) -> None:
+        pattern = mutate_bytes(PATTERN.encode(), random).decode("utf-8", "replace")
+        for _ in range(random.randrange(3)):
+            offset = random.randrange(len(pattern) + 1)
+            pattern = pattern[:offset] + random.choice(PATTERN_PARTS) + pattern[offset:]
+        follow(Grammar.from_schema(model, {"type": "string", "pattern": pattern}), random)
+
+    assert fuzz(read, 44)["read"]
+
+
+def test_changed_tools_are_called_or_refused(model: Model) -> None:
+    def read(random: Random) -> None:
+        body = {**mutate_json(TOOLS, random), "messages": MESSAGES}
+        answer = compile_answer(model, parse_chat(body))
+        if answer.grammar is not None:
+            follow(answer.grammar, random)
+
+    assert fuzz(read, 45)["read"]
 
 
 def test_a_changed_grammar_is_followed_or_refused(model: Model) -> None:
@@ -78,7 +137,7 @@ def test_a_changed_grammar_is_followed_or_refused(model: Model) -> None:
         text = mutate_bytes(GBNF.encode(), random).decode("utf-8", "replace")
         follow(Grammar.from_gbnf(model, text), random)
 
-    assert fuzz(read, 42, share=2)["read"]
+    assert fuzz(read, 42)["read"]
 
 
 def test_a_changed_template_renders_or_is_refused(tmp_path: Path) -> None:
