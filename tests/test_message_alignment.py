@@ -1,8 +1,10 @@
 """A conversation aligned with messages: what is evaluated, what is said, and where turns are."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+from interrupts import interrupted_from, lines_of
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -124,3 +126,20 @@ def test_a_system_prompt_without_room_is_refused_and_one_that_is_not_kept_is_not
     chat.say("Name a sea.", 4, GREEDY)
     chat.align(messages, mode="exact")
     assert chat.session.keep == 0
+
+
+def test_an_interrupted_alignment_is_done_or_undone(chat: Conversation) -> None:
+    """Wherever Ctrl-C comes: no changed text is without the names of its turns."""
+    spans, messages = dict(chat.session.span_ranges), history(chat)[:3]
+    aligned = chat.fork()
+    total = lines_of(lambda: aligned.align(messages))
+    outcomes = {(SYSTEM, (1, 2, 3)): spans, (SYSTEM, (1,)): dict(aligned.session.span_ranges)}
+    seen = set[tuple[str | None, tuple[int, ...]]]()
+    for index in range(total // 2, total, total // 40):
+        changed = chat.fork()
+        interrupted_from(index, partial(changed.align, messages))
+        outcome = (changed.system, tuple(changed.turns))
+        assert outcomes[outcome] == changed.session.span_ranges
+        assert changed.last_turn == max(changed.turns)
+        seen.add(outcome)
+    assert seen == set(outcomes)

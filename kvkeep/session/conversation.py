@@ -260,10 +260,11 @@ class Conversation:
         from kvkeep.session.message_alignment import ChatParts, align_messages
 
         parts = ChatParts(self.session, self.codec, self.template, self.system)
-        report = align_messages(parts, messages, AlignmentOptions(mode, **options), progress)
-        self.system = parts.system
-        self._last_turn = max(self.turns, default=0)
-        return report
+        try:
+            return align_messages(parts, messages, AlignmentOptions(mode, **options), progress)
+        finally:  # also after a Ctrl-C that came when the session had changed
+            self.system = parts.system
+            self._last_turn = max(self.turns, default=0)
 
     def answer(self, max_tokens: int | None = None, sampling: "Sampling | None" = None) -> str:
         """Answer the newest turn, whose prompt is evaluated; return the text, as `say` does."""

@@ -15,6 +15,7 @@ from kvkeep.chat.messages import Chat, Message
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.chat.written import WrittenAnswers, written_answer
+from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.aligning import align
 from kvkeep.session.message_spans import reasoning_range
 from kvkeep.session.turn_template import count_system_tokens
@@ -58,8 +59,9 @@ def align_messages(
     progress = validation.progress(progress)
     min_keep = _count_tokens_to_keep(chat, system)
     report = align(chat.session.core, prompt.ids, options, progress, min_keep)
-    chat.system = system
-    _name_turns(chat, parsed.messages)
+    with interrupts_deferred():
+        chat.system = system
+        _name_turns(chat, parsed.messages)
     return report
 
 

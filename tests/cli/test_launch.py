@@ -118,6 +118,14 @@ def test_the_printed_script_gives_a_client_the_same_settings(
         assert first == second or "/kvkeep-launch-" in first
 
 
+def test_the_script_of_another_model_starts_its_server_on_another_port(
+    invoke: Invoke, server: RunningServer
+) -> None:
+    script = invoke("launch", "claude", "--server", server.url, "-m", "other", "--print").stdout
+    assert "kvkeep serve --model other --port 8081" in script.splitlines()[0]
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:8081" in script
+
+
 def test_the_script_without_a_server_says_how_to_start_one(invoke: Invoke) -> None:
     options = ("--server", "http://127.0.0.1:9", "-m", "some/model", "--serve", "--memory 8GB")
     script = invoke("launch", "claude", *options, "--print").stdout

@@ -91,6 +91,21 @@ def test_every_branch_of_a_named_chat_is_saved(invoke: Invoke, server: RunningSe
         assert "turn 2" not in client.session("named").info()["spans"]
 
 
+def test_a_chat_that_cannot_be_saved_under_a_name_leaves_no_session(
+    invoke: Invoke, smollm2: Model, tmp_path: Path
+) -> None:
+    with running_server(smollm2, tmp_path) as server:
+        chat = ("chat", "--server", server.url, "-n", 2)
+        invoke(*chat, input="Hi.\n/save kept\n")
+        (saved,) = tmp_path.rglob("kept.kvkeep")
+        saved.with_name("blocked.kvkeep").symlink_to(tmp_path / "missing" / "file")
+        talked = invoke(*chat, input="Hi.\n/save blocked\nOk?\n")
+        assert "blocked" in talked.stderr
+        assert "now in session" not in talked.stderr
+        with Client(server.url) as client:
+            assert [entry["name"] for entry in client.sessions()] == ["kept"]
+
+
 @pytest.mark.parametrize(
     "option",
     ["--model=x", "--prefix-cache", "--weights=bf16", "--continue", "--checkpoints=1MB"],

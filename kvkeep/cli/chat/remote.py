@@ -139,8 +139,8 @@ class RemoteConversation:
         response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
         return str(response["content"])
 
-    def fork(self, name: str | None = None) -> "RemoteConversation":
-        return RemoteConversation(self._client, self.session.fork(name).name)
+    def fork(self) -> "RemoteConversation":
+        return RemoteConversation(self._client, self.session.fork().name)
 
     def undo(self) -> int:
         """Rewind the last turn; return its number of tokens."""
@@ -231,13 +231,14 @@ class RemoteChat(ChatLoop):
         if name in ("", session.name):
             session.save()
             return f"session {session.name} is saved on the server"
-        conversation = self._conversation.fork(name)
-        conversation.session.save()
+        self._save_fork(session, name)
         if not self._is_named:
             self._temporary_session_names.append(session.name)
         self._kept_session_names.add(name)
         self._chat_name = self._chat_name or name
-        self.branches.conversations[self.branches.current_name] = cast(Conversation, conversation)
+        self.branches.conversations[self.branches.current_name] = cast(
+            Conversation, RemoteConversation(self._client, name)
+        )
         return f"now in session {name}, which is saved on the server"
 
     def memory_status(self) -> str:
@@ -277,8 +278,21 @@ class RemoteChat(ChatLoop):
         sessions = [] if self._is_named else self._sessions_by_branch().values()
         for name in [*self._temporary_session_names, *(session.name for session in sessions)]:
             if name not in self._kept_session_names:
-                with suppress(KvkeepError):  # the session or the server is gone
-                    _retry_while_busy(partial(self._client.delete, name))
+                self._delete(name)
+
+    def _save_fork(self, session: RemoteChatSession, name: str) -> None:
+        """Fork a session under a name and save the fork; if that fails, no fork is left."""
+        _retry_while_busy(partial(session.fork, name))
+        try:
+            self._client.session(name).save()
+        except BaseException:
+            self._delete(name)
+            raise
+
+    def _delete(self, name: str) -> None:
+        """Delete a session, if it and the server are still there."""
+        with suppress(KvkeepError):
+            _retry_while_busy(partial(self._client.delete, name))
 
     def _save_branch(self, branch: str, session: RemoteChatSession) -> str:
         """Save a branch in a session named after the chat and the branch; return its name."""
@@ -288,7 +302,7 @@ class RemoteChat(ChatLoop):
             used_names = {entry["name"] for entry in self._client.sessions()}
             names = branch_session_names(self._chat_name, branch)
             name = next(name for name in names if name not in used_names)
-            _retry_while_busy(lambda: session.fork(name).save())
+            self._save_fork(session, name)
         except KvkeepError as error:
             self._kept_session_names.add(session.name)
             say(str(error))

@@ -26,6 +26,8 @@ from kvkeep.client.client import DEFAULT_URL
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
+_PORT = 8080  # of a server that a printed script starts
+
 
 @command()
 @click.argument("client", type=click.Choice(tuple(CLIENTS)))
@@ -72,12 +74,12 @@ def launch(
     """
     chosen = CLIENTS[client]
     serve_options = parse_serve_options(serve)
-    running = find_server(server, api_key)
+    running, port = find_server(server, api_key), _PORT
     if running is not None and not serves(running, model):
         say(f"kvkeep: the server at {running.url} has the model {running.model}, not {model}")
-        running = None
+        running, port = None, _PORT + 1
     if print_only:
-        click.echo(_script(chosen, running, model, serve_options, arguments))
+        click.echo(_script(chosen, running, model, serve_options, arguments, port))
         return
     program = shutil.which(chosen.program)
     if program is None:
@@ -99,14 +101,18 @@ def _script(
     model: str | None,
     serve_options: list[str],
     arguments: tuple[str, ...],
+    port: int,
 ) -> str:
-    """Return the shell script of a launch, which begins with the server if none is running."""
+    """Return the shell script of a launch, which begins with the server if none is running.
+
+    port: of a server that is not running.
+    """
     folder = Path(tempfile.gettempdir()) / f"kvkeep-{client.program}-{os.getuid()}"
     lines = []
     if running is None:
         name = Path(model or DEFAULT_MODEL).name
-        running = RunningServer(DEFAULT_URL, name)
-        serve = shlex.join(["kvkeep", *serve_command(model, serve_options, 8080)])
+        running = RunningServer(f"http://127.0.0.1:{port}", name)
+        serve = shlex.join(["kvkeep", *serve_command(model, serve_options, port)])
         lines = [f"# first, in another terminal: {serve}"]
     settings = client.settings(running, folder)
     words = [client.program, *settings.arguments, *arguments]
