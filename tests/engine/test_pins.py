@@ -14,6 +14,7 @@ from engine.killed import CELL, MODEL, SETTINGS, new_engine, text
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep import Session
 from kvkeep.engine import Engine, GenerationRequest, PinRequest, SessionRecord
 from kvkeep.engine.pins import MAX_PIN_SECONDS, PrefixPins
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
@@ -302,6 +303,15 @@ _OPERATIONS = st.tuples(
 )
 
 
+def _fed(topic: int) -> Session:
+    session = MODEL.session(**SETTINGS)
+    session.feed(text(topic, 40))
+    return session
+
+
+_FED = (_fed(0), _fed(1))
+
+
 @given(st.lists(_OPERATIONS, max_size=40))
 def test_pins_stay_within_their_limit_and_sessions_know_their_time(
     operations: list[tuple[str, int, int, str]],
@@ -309,8 +319,7 @@ def test_pins_stay_within_their_limit_and_sessions_know_their_time(
     clock = Clock()
     pins, records = PrefixPins(3, clock), list[SessionRecord]()
     for number in range(4):
-        session = MODEL.session(**SETTINGS)
-        session.feed(text(number % 2, 40))
+        session = _FED[number % 2].fork()
         records.append(SessionRecord(f"s{number}", str(number // 2), False, None, session))
     for kind, index, amount, key in operations:
         record = records[index]
