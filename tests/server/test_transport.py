@@ -200,6 +200,22 @@ def test_a_full_queue_refuses_with_a_time_to_retry(smollm2: Model, tmp_path: Pat
         assert int(response.headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+def test_a_stream_that_waits_for_admission_begins_with_keepalives(
+    smollm2: Model, tmp_path: Path, path: str
+) -> None:
+    limits = Limits(memory=1_000_000_000, running_per_owner=1)
+    with running_server(smollm2, tmp_path, limits=limits) as server, server.client() as client:
+        body = {**COMPLETION, "max_tokens": 1_000, "n_predict": 1_000, "ignore_eos": True}
+        with client.stream("POST", path, json={**body, "stream": True}) as running:
+            lines = running.iter_lines()  # closes the stream once it is deleted
+            next(lines)
+            short = {**body, "max_tokens": 2, "n_predict": 2, "stream": True}
+            with server.client() as other, other.stream("POST", path, json=short) as waiting:
+                assert waiting.status_code == 200
+                assert next(waiting.iter_lines()) == ": keepalive"
+
+
 def test_a_waiting_request_is_dropped_when_its_client_hangs_up(
     smollm2: Model, tmp_path: Path
 ) -> None:

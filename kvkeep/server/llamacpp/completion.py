@@ -13,7 +13,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import OwnFields, own_fields
 from kvkeep.server.body_route import body_router
-from kvkeep.server.generation import constrain, start_generations
+from kvkeep.server.generation import STREAM_PATIENCE, constrain, start_generations
 from kvkeep.server.generation_stream import GenerationResult, GenerationStream
 from kvkeep.server.ignored_fields import LLAMACPP_RULES
 from kvkeep.server.limits import (
@@ -192,7 +192,8 @@ async def _start(
         **body.own_settings(context),
     )
     if body.id_slot < 0:
-        return await start_generations(context, request, [sampling])
+        patience = STREAM_PATIENCE if body.stream else None
+        return await start_generations(context, request, [sampling], patience)
     check_prompt_size(context, len(ids), min(1, max_tokens))
     request = replace(request, whole_text=True)
     return await context.generate(request, slot_session_name(body.id_slot))
