@@ -60,7 +60,9 @@ def test_a_named_chat_resumes(invoke: Invoke, server: RunningServer) -> None:
         assert info["max_kv_size"] == 512
     refused = invoke(*first, "--max-kv-size", 1024, input="Hello.\n")
     assert refused.exit_code == 2
-    assert "--max-kv-size" in refused.stderr
+    assert "--max-kv-size is 1024, but session kept has 512" in refused.stderr
+    same = ("--policy", "sliding", "--max-kv-size", 512, "--keep", 4)
+    assert "tokens" in invoke(*first, *same, "-n", 2, input="Hello.\n/memory\n").stderr
 
 
 def test_an_unnamed_chat_is_deleted_with_its_branches(

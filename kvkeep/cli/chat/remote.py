@@ -59,12 +59,27 @@ def _open_session(client: Client, name: str | None, options: dict[str, Any]) -> 
     """Find or create a session, and return its name. name: None to create an unnamed one."""
     if name is not None:
         with suppress(NoSuchSession):
-            client.session(name).info()
-            if options:
-                flags = ", ".join(map(_flag, options))
-                raise InvalidArgument(f"{flags}: session {name} exists with its own settings")
+            _require_options(client.session(name), options)
             return name
     return str(client.create(name, **options).name)
+
+
+def _require_options(session: RemoteSession, options: dict[str, Any]) -> None:
+    """Raise InvalidArgument if an option differs from the settings of a session that exists.
+
+    The session may keep more tokens than `--keep` says: its first turn adds the system prompt.
+    """
+    session.memory()  # loads it: an entry has no settings before
+    entry = session.info()
+    settings = {**entry["settings"], **entry}
+    for option, value in options.items():
+        is_kept = option == "keep" and value <= entry["keep"]
+        if value != settings.get(option) and not is_kept:
+            flag, own = _flag(option), settings.get(option)
+            raise InvalidArgument(
+                f"{flag} is {value}, but session {session.name} has {own}, which cannot change; "
+                f"leave {flag} out, or start a new session"
+            )
 
 
 def _retry_while_busy(call: Callable[[], object]) -> None:
@@ -268,7 +283,9 @@ class RemoteChat(ChatLoop):
         )
 
     def do_keep(self, argument: str) -> NoReturn:
-        raise InvalidArgument("on a server, --keep can only be set when a session is created")
+        raise InvalidArgument(
+            "/keep is for local chats: on a server, give --keep when the chat is new"
+        )
 
     def close(self) -> None:
         """Save the branches of a named chat, and delete temporary sessions."""
