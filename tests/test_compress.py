@@ -219,3 +219,20 @@ def test_the_report_lists_every_chunk_including_fully_evicted_ones() -> None:
         sum(chunk.cells_before for chunk in report.chunks) == sum(progress_counts) == compressible
     )
     assert sum(chunk.cells_after for chunk in report.chunks) == report.cells_after - 74
+
+
+def test_an_edit_in_place_stays_within_the_trained_length() -> None:
+    """Compressed cells keep their distance: fewer cells make no room beyond it."""
+    model = small_model(max_positions=400)
+    session = model.session(policy="full")
+    session.feed(TEXT[:380])
+    session.compress(4, method="knorm")
+    assert (session.cache.cells, session.room) == (95, 20)
+    before = state(session)
+    with pytest.raises(ContextFull, match="can become 20 tokens longer"):
+        session.insert(370, TEXT[:21])
+    assert same(state(session), before)
+    session.insert(370, TEXT[:20])
+    assert session.cache.reach == 400
+    session.delete(375, 378)
+    assert session.room == 3

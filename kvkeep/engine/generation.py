@@ -151,7 +151,7 @@ class Generation(Iterator[GenerationEvent]):
         """Return whether another token may be generated; end the generation if not."""
         if self.request.max_tokens == len(self.generated):
             self.finish("length")
-        elif self.record.live.room == 0:
+        elif (room := self.record.live.room) is not None and room <= 0:
             self.finish("full")
         return self.phase == "decode"
 

@@ -170,7 +170,11 @@ class Scheduler:
                     self._decode([generation])
             return
         for generation, run in zip(ready, runs, strict=True):
-            generation.add_run(run)
+            try:
+                run.require_followed()
+                generation.add_run(run)
+            except Exception as error:  # the others have their tokens
+                generation.fail(error)
 
     def _prefill(self) -> None:
         """Evaluate a prefill step of one prompt."""

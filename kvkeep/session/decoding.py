@@ -170,7 +170,9 @@ def _sampled_runs(
     speculation = Speculation(core, sampling, end_check(core, sampling.stop, end_ids))
     planner = DraftPlanner()
     while left > 0:
-        tokens = sample_runs([speculation], [left], planner)[0].tokens
+        (run,) = sample_runs([speculation], [left], planner)
+        run.require_followed()
+        tokens = run.tokens
         left -= len(tokens)
         yield tokens
 

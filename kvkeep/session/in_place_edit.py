@@ -200,6 +200,13 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
             f"{cache.cells} of {max_kv_size} cells are in use, and only {evictable} can be evicted "
             "for this edit"
         )
+    room = memory.policy.room(cache)
+    if room is not None and scope.growth > max(0, room):  # the trained length, after compression
+        raise ContextFull(
+            f"{len(scope.ids)} tokens do not fit in place of {scope.end - scope.start}: the oldest "
+            f"cell is {cache.reach} positions back, and the text can become {max(0, room)} tokens "
+            "longer"
+        )
     return 0 if cache.window.moves else min(evictable, excess_cells)
 
 

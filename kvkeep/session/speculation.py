@@ -8,7 +8,7 @@ as long as they are those of the draft. The cells and states of the others are t
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
 import torch
@@ -32,11 +32,18 @@ _MAX_ROWS = 64  # of a forward, unless it has more sessions
 class SampledRun:
     """Tokens of a session from one forward, at least one, and what each was sampled from.
 
-    logits: `[vocab]` float32 for each token.
+    logits: `[vocab]` float32 for each token. error: raised when the constraint or the check for the
+    end followed them; the session has the tokens, and nothing more can be sampled.
     """
 
     tokens: Sequence[int]
     logits: Sequence[Tensor]
+    error: Exception | None = None
+
+    def require_followed(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            raise self.error
 
 
 class Speculation:
@@ -153,8 +160,8 @@ def sample_runs(
 ) -> list[SampledRun]:
     """Sample tokens for several sessions of a model, and append all of them by one forward.
 
-    max_tokens: the most for each session. A call that fails changes none of them. Raises as
-    `Session.next_token`.
+    max_tokens: the most for each session. A call that fails changes none of them; a run may have
+    an error of its own. Raises as `Session.next_token`.
     """
     try:
         return _sample_runs(speculations, max_tokens, planner)
@@ -188,10 +195,14 @@ def _sample_runs(
         seconds = time.perf_counter() - started
     planner.cost.learn(sum(map(len, tried)), seconds)
     cost = planner.cost.value
-    for each, draft, chunk, run in zip(speculations, drafts, tried, runs, strict=True):
+    for index, (each, draft, chunk) in enumerate(zip(speculations, drafts, tried, strict=True)):
+        tokens = runs[index].tokens
         if len(chunk) == 1:  # otherwise it has been followed already
-            each.follow(run.tokens[0])
-        each.learn(draft, len(chunk) - 1, run.tokens, cost)
+            try:
+                each.follow(tokens[0])
+            except Exception as error:  # the other sessions have their tokens
+                runs[index] = replace(runs[index], error=error)
+        each.learn(draft, len(chunk) - 1, tokens, cost)
     return runs
 
 

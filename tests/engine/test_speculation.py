@@ -187,3 +187,32 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
         count = len(generation.generated)
         assert constraint.tokens[:count] == generation.generated
         assert len(constraint.tokens) <= count + 3  # those of the step that failed
+
+
+@dataclass
+class FailsAtThird(Recording):
+    """A constraint that allows any token, and raises when it follows the third."""
+
+    def accept(self, token: int) -> None:
+        super().accept(token)
+        if len(self.tokens) == 3:
+            raise RuntimeError("a fault of the constraint")
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_constraint_that_fails_to_follow_takes_no_token_of_others(speculates: bool) -> None:
+    options = SpeculationOptions(enabled=speculates)
+    plain = GenerationRequest(tuple(range(3, 60)), 12, Sampling(), ignore_eos=True)
+    failing = replace(plain, prompt=(5, 6, 7), sampling=Sampling(constraint=FailsAtThird()))
+    with Engine(model_of("dense"), speculation=options) as engine:
+        expected = Outcome.of(engine.generate(plain, owner="0")).tokens
+    with Engine(model_of("dense"), speculation=options) as engine:
+        submitted_both = Event()
+        engine.call(submitted_both.wait)
+        submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate((failing, plain))]
+        submitted_both.set()
+        bad, good = (future.result()[0] for future in submitted)
+        with pytest.raises(RuntimeError, match="a fault of the constraint"):
+            bad.text()
+        assert Outcome.of(good).tokens == expected
+        assert good.generated == expected[-12:]
