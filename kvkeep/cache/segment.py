@@ -121,8 +121,12 @@ class Segment:
 
     def serials(self) -> list[int]:
         """Return the serials of the live cells' tokens, oldest first."""
-        serials: list[int] = self.select_live(self.block.slots.serials).tolist()
+        serials: list[int] = self.live_serials().tolist()
         return serials
+
+    def live_serials(self) -> Tensor:
+        """Return the same as `[n]` int64; without tokens, as of compressed cells, n is 0."""
+        return self.select_live(self.block.slots.serials)
 
     def positions(self) -> Tensor:
         """Return the positions of the live cells, oldest first.

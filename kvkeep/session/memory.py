@@ -1,7 +1,6 @@
 """A session's memory: token ids, and the cells that its policy keeps of them."""
 
 import copy
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -145,10 +144,14 @@ class Memory:
     @property
     def num_held(self) -> int:
         """How many of the newest tokens are held without a gap, outside self-extend's groups."""
-        ungrouped_segments = [s for s in self.cache.segments if s.position_map.group == 1]
-        ungrouped = [serial for segment in ungrouped_segments for serial in segment.serials()]
-        pairs = zip(reversed(ungrouped), reversed(self.serials), strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        segments = [s for s in self.cache.segments if s.position_map.group == 1]
+        if not segments:
+            return 0
+        held = torch.cat([segment.live_serials().cpu() for segment in segments]).numpy()
+        serials = np.frombuffer(self.serials.array(), dtype=np.int64)
+        count = min(len(held), len(serials))
+        differing = np.flatnonzero(held[len(held) - count :] != serials[len(serials) - count :])
+        return int(count - 1 - differing[-1]) if len(differing) else count
 
     @property
     def num_rewindable(self) -> int:
