@@ -44,12 +44,18 @@ CLIENT_TOOLS: Mapping[str, Tool] = {
         Tool(
             "apply_patch",
             "Create, update or delete a file. A diff is in the V4A format, without file headers.",
-            _object(
-                ["type", "path"],
-                type={"enum": ["create_file", "update_file", "delete_file"]},
-                path=_TEXT,
-                diff=_TEXT,
-            ),
+            {
+                **_object(
+                    ["type", "path"],
+                    type={"enum": ["create_file", "update_file", "delete_file"]},
+                    path=_TEXT,
+                    diff=_TEXT,
+                ),
+                "anyOf": [
+                    {"required": ["diff"]},
+                    {"properties": {"type": {"const": "delete_file"}}},
+                ],
+            },
         ),
     )
 }

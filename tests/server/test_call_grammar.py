@@ -20,6 +20,7 @@ from kvkeep.chat.messages import (
     ToolChoice,
     ToolResult,
 )
+from kvkeep.chat.openai_tools import parse_tools
 from kvkeep.chat.output_format import FORMATS
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
@@ -266,6 +267,24 @@ def test_parameters_that_are_too_large_together_are_free_and_named(smollm2: Mode
     call = json.dumps({"name": "tool_3", "arguments": {"a": 1}})
     assert accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>")
     assert accepts(smollm2, grammar, ANSWER)
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_patch_has_a_diff_unless_it_deletes_a_file(smollm2: Model, forced: bool) -> None:
+    tools, question = parse_tools([{"type": "apply_patch"}]), Message("user", (TextPart("Hi"),))
+    chat = Chat((question,), tools, ToolChoice("required" if forced else "auto"))
+    grammar = compile_answer(smollm2, chat, None if forced else SCHEMA).grammar
+    assert grammar is not None
+    assert grammar.warnings == ()
+
+    def allows(**operation: str) -> bool:
+        call = json.dumps({"name": "apply_patch", "arguments": operation})
+        return accepts(smollm2, grammar, f"<tool_call>\n{call}\n</tool_call>")
+
+    for kind in ("create_file", "update_file"):
+        assert allows(type=kind, path="a.txt", diff="+a")
+        assert not allows(type=kind, path="a.txt")
+    assert allows(type="delete_file", path="a.txt")
 
 
 LLAMA3 = """\
