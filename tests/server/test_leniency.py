@@ -71,9 +71,10 @@ def test_no_stop_strings_in_any_form(server: RunningServer, stop: Any) -> None:
         ("/completion", {"n_predict": -1}),
         ("/api/chat", {"options": {"num_predict": -1, "stop": [" "]}}),
         ("/api/chat", {"options": {"num_predict": -2, "stop": [" "]}}),
+        ("/api/chat", {"options": {"num_predict": 0, "stop": [" "]}}),
     ],
 )
-def test_a_limit_of_minus_1_is_no_limit(
+def test_limits_that_mean_no_limit(
     server: RunningServer, path: str, fields: dict[str, Any]
 ) -> None:
     stop = {"stop": [" "], "stop_sequences": [" "]}  # the first end comes soon

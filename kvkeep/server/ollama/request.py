@@ -37,14 +37,14 @@ OLLAMA_RULES = FieldRules(
 
 
 class OllamaOptions(SamplingParams):
-    """The `options` of a request. num_predict: -1 and -2 for no limit."""
+    """The `options` of a request. num_predict: 0, -1 and -2 for no limit."""
 
     num_predict: Annotated[int | None, Field(ge=-2, le=MAX_TOKENS)] = None
 
     @property
     def max_tokens(self) -> int | None:
         """The most tokens to generate; None for no limit."""
-        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+        return self.num_predict if self.num_predict and self.num_predict > 0 else None
 
 
 class OllamaRequest(OwnFields):
