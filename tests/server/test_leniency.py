@@ -7,6 +7,8 @@ import httpx
 import pytest
 from server.conftest import RunningServer
 
+from kvkeep.server.anthropic.request import CountTokensRequest
+
 MESSAGES = [{"role": "user", "content": "Name a city."}]
 WARNING = "X-Kvkeep-Warning"
 BODIES: dict[str, dict[str, Any]] = {
@@ -97,6 +99,26 @@ def test_limits_that_are_no_number_of_tokens_are_refused(
     response = post(server, path, **{name: limit})
     assert response.status_code == 400
     assert name in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored"),
+    [("enabled", None), ("adaptive", None), ("between_tools", None), ("deep", "thinking.type")],
+)
+def test_kinds_of_thinking_are_accepted_or_named_in_a_header(
+    server: RunningServer, kind: str, ignored: str | None
+) -> None:
+    response = post(server, "/v1/messages", thinking={"type": kind})
+    assert response.status_code == 200, response.text
+    assert response.headers.get("X-Kvkeep-Ignored") == ignored
+
+
+def test_thinking_between_tools_is_thinking_turned_off() -> None:
+    """As Anthropic's library describes it."""
+    body = {"messages": MESSAGES, "thinking": {"type": "between_tools"}}
+    request = CountTokensRequest.model_validate(body)
+    assert request.render_options().enable_thinking is False
+    assert request.reasoning_budget == 0
 
 
 def schema_answer(server: RunningServer, schema: dict[str, Any]) -> httpx.Response:

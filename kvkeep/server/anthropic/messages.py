@@ -39,7 +39,7 @@ _STOP_REASONS = {
 async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
     MESSAGES_RULES.check(body, context.notices)
-    context.notices.ignore(*body.hosted_tools)
+    context.notices.ignore(*body.ignored_values)
     prompt, edited = await _edited_input(body, context)
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)

@@ -37,13 +37,20 @@ MESSAGES_RULES = FieldRules(
 )
 # Efforts beyond those that templates know.
 _EFFORTS = {"xhigh": "high", "max": "high"}
+# Whether the model thinks; None where it decides, as with other types, which are ignored.
+_THINKING_TYPES = {"enabled": True, "disabled": False, "between_tools": False, "adaptive": None}
 
 
 class ThinkingConfig(RequestBody):
     """Whether the model thinks. It does not if the field is missing, as in the hosted API."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: ShortText
     budget_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = None
+
+    @property
+    def enabled(self) -> bool | None:
+        """Whether the model thinks; None where it decides."""
+        return _THINKING_TYPES.get(self.type)
 
 
 class JsonOutputFormat(RequestBody):
@@ -76,10 +83,9 @@ class CountTokensRequest(RequestBody):
         return parse_chat({name: getattr(self, name) for name in names})
 
     def render_options(self) -> RenderOptions:
-        thinking = self.thinking.type if self.thinking else "disabled"
         effort = self.output_config.effort if self.output_config else None
         return RenderOptions(
-            enable_thinking=None if thinking == "adaptive" else thinking == "enabled",
+            enable_thinking=self.thinking.enabled if self.thinking else False,
             reasoning_effort=_EFFORTS.get(effort or "", effort),
         )
 
@@ -91,7 +97,7 @@ class CountTokensRequest(RequestBody):
         """
         if self.thinking is None:
             return None
-        return 0 if self.thinking.type == "disabled" else self.thinking.budget_tokens
+        return 0 if self.thinking.enabled is False else self.thinking.budget_tokens
 
     @property
     def output_schema(self) -> Mapping[str, Any] | None:
@@ -100,9 +106,11 @@ class CountTokensRequest(RequestBody):
         return output_format.json_schema if output_format else None
 
     @property
-    def hosted_tools(self) -> list[str]:
-        """The types of the tools that only the hosted API can run."""
-        return [str(tool["type"]) for tool in hosted_tools(self.tools)]
+    def ignored_values(self) -> list[str]:
+        """The types of tools that only the hosted API can run, and an unknown type of thinking."""
+        kinds = [str(tool["type"]) for tool in hosted_tools(self.tools)]
+        is_known = self.thinking is None or self.thinking.type in _THINKING_TYPES
+        return kinds if is_known else [*kinds, "thinking.type"]
 
 
 class MessagesRequest(CountTokensRequest, OwnFields):
