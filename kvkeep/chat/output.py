@@ -79,6 +79,11 @@ class Output:
     def calls(self) -> list[GeneratedCall]:
         return [part for part in self.parts if isinstance(part, GeneratedCall)]
 
+    @property
+    def calls_to_run(self) -> bool:
+        """Whether there are calls, and all are complete: clients run them all or none."""
+        return bool(self.calls) and all(call.complete for call in self.calls)
+
     def message(self) -> Message:
         """Return the answer as the assistant's message."""
         parts = (

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.chat.messages import Chat
+from kvkeep.chat.output import CallEnded, OutputEvent
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer
+from kvkeep.engine import Finished
 from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.generation_stream import GenerationResult
 from kvkeep.server.service import RequestContext
@@ -39,14 +41,14 @@ def title_for(text: str) -> str:
 
 
 class EarlyEnd:
-    """A constraint that ends a generation once `ended` is set; until then another one or none.
+    """A constraint that ends a generation with the first call; until then another one or none.
 
-    For answers that end before the model ends them, such as those of one call.
+    Tokens may be sampled behind the call before it is read, and end the generation otherwise.
     """
 
     def __init__(self, constraint: Constraint | None):
         self._constraint = constraint
-        self.ended = False
+        self.ended = False  # with the first call
 
     @classmethod
     def add(cls, samplings: Sequence[Sampling]) -> "tuple[list[Sampling], list[EarlyEnd]]":
@@ -54,6 +56,16 @@ class EarlyEnd:
         ends = [cls(sampling.constraint) for sampling in samplings]
         pairs = zip(samplings, ends, strict=True)
         return [replace(sampling, constraint=end) for sampling, end in pairs], ends
+
+    def up_to_first_call(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Return the next events of the answer, up to the end of its first call."""
+        if self.ended:
+            return []
+        for index, event in enumerate(events):
+            if isinstance(event, CallEnded):
+                self.ended = True
+                return events[: index + 1]
+        return events
 
     @property
     def complete(self) -> bool:
@@ -65,6 +77,12 @@ class EarlyEnd:
     def accept(self, token: int) -> None:
         if self._constraint is not None:
             self._constraint.accept(token)
+
+
+def is_cut_off(finished: Finished, early_end: EarlyEnd | None) -> bool:
+    """Whether a limit ended an answer, and neither the model nor the answer's only call."""
+    ended = early_end is not None and early_end.ended
+    return not ended and finished.reason in ("length", "full")
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,14 @@ def test_chat_with_tools_is_answered_with_calls(smollm2: Model) -> None:
     line = answer.result_line("m")
     assert line["text"].strip() == "Wait."
     assert line["tool_calls"] == [call]
+    cut = BatchAnswer(prepared)
+    for text in ("<tool_call>", '{"name": "weather", "arguments": {"a": '):
+        cut.append(GeneratedToken(5, text, pieces=[text]))
+    cut.finished = answer.finished
+    cut.append(cut.finished)
+    (choice,) = cut.result_line("m")["response"]["body"]["choices"]
+    assert choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "stop"
 
 
 def test_answers_follow_their_schemas_and_required_calls(invoke: Invoke, tmp_path: Path) -> None:

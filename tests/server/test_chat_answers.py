@@ -176,6 +176,21 @@ def test_an_only_call_that_is_cut_off_is_not_to_be_run(
     assert answer["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stop", [["ome"], []], ids=["stop string", "end"])
+def test_a_call_that_ends_early_is_not_to_be_run(
+    writer: openai.OpenAI, scripted: ScriptedServer, stop: list[str]
+) -> None:
+    scripted.write(CALL if stop else CALL[: CALL.index("ome")])
+    answer = both(writer, stop=stop)
+    (call,) = answer["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "R'
+    assert answer["finish_reason"] == "stop"
+    functions = [tool["function"] for tool in TOOLS]
+    answer = both(writer, tools=openai.NOT_GIVEN, functions=functions, stop=stop)
+    assert answer["function_call"]["arguments"] == '{"city": "R'
+    assert answer["finish_reason"] == "stop"
+
+
 def test_deprecated_functions_are_called_in_their_own_form(
     writer: openai.OpenAI, scripted: ScriptedServer
 ) -> None:
@@ -193,6 +208,9 @@ def test_custom_tools_are_called_with_text(writer: openai.OpenAI, scripted: Scri
     answer = both(writer, tools=[{"type": "custom", "custom": {"name": "run"}}])
     (call,) = answer["tool_calls"]
     assert call["custom"] == {"name": "run", "input": 'a "b"'}
+    scripted.write(text[: text.index("b\\")])
+    (call,) = both(writer, tools=[{"type": "custom", "custom": {"name": "run"}}])["tool_calls"]
+    assert call["custom"] == {"name": "run", "input": 'a "'}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -348,6 +348,20 @@ def test_thinking_text_and_calls_are_blocks(
     assert create_message(writer, history, tools=[TOOL]).usage.output_tokens
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_limit_at_the_end_of_the_only_call_leaves_it_whole(
+    writer: anthropic.Anthropic, scripted: ScriptedServer, streamed: bool
+) -> None:
+    text = scripted.service.model.text
+    ids = text.encode(THINKS_AND_CALLS, special=True)
+    limit = next(n for n in range(len(ids)) if "}" in text.decode(ids[:n]))
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    scripted.write(THINKS_AND_CALLS)
+    message = ask(writer, streamed, tool_choice=choice, max_tokens=limit)
+    assert message.content[-1].input == {"city": "Rome"}
+    assert message.stop_reason == "tool_use"
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -18,6 +18,7 @@ from kvkeep.chat.output import (
     ReasoningDelta,
     TextDelta,
 )
+from kvkeep.server.chat_input import EarlyEnd
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems
 from kvkeep.server.openai.response_request import ResponsesRequest
 
@@ -148,8 +149,8 @@ def test_the_input_of_a_custom_tool_is_streamed_as_text() -> None:
     assert deltas == ["A", "\n", "B"]
 
 
-def test_without_parallel_calls_only_the_first_call_is_given() -> None:
-    calls = [
+def test_an_answer_of_one_call_ends_with_it() -> None:
+    calls: list[OutputEvent] = [
         event
         for index in range(2)
         for event in (
@@ -158,5 +159,9 @@ def test_without_parallel_calls_only_the_first_call_is_given() -> None:
             CallEnded(index),
         )
     ]
-    (item,), _ = items_and_events(calls, parallel_tool_calls=False)
-    assert item["call_id"] == "call_0"
+    end = EarlyEnd(None)
+    assert end.up_to_first_call(calls[:2]) == calls[:2]
+    assert not end.complete
+    assert end.up_to_first_call(calls[2:]) == calls[2:3]
+    assert end.complete
+    assert end.up_to_first_call(calls) == []

@@ -133,6 +133,20 @@ def test_a_call_that_is_cut_off_is_incomplete(
     assert without_ids(events[-1].response.output) == without_ids(created.output)
 
 
+def test_a_response_that_ends_inside_a_call_is_incomplete(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    scripted.write(CALL[: CALL.index("ome")])
+    created = client.responses.create(**params())
+    events = list(client.responses.create(**params(stream=True)))
+    for response in (created, events[-1].response):
+        (call,) = response.output
+        assert (response.status, call.status) == ("incomplete", "incomplete")
+        assert call.arguments == '{"city": "R'
+        assert response.incomplete_details is None
+    assert events[-1].type == "response.incomplete"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_without_parallel_calls_the_generation_ends_with_the_first(
     client: openai.OpenAI, smollm2: Model, scripted: ScriptedServer, streamed: bool
@@ -147,6 +161,25 @@ def test_without_parallel_calls_the_generation_ends_with_the_first(
     assert [item.type for item in response.output] == ["function_call"]
     assert response.status == "completed"
     assert response.usage.output_tokens < 2 * len(smollm2.text.encode(CALL))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_limit_at_the_end_of_the_only_call_leaves_it_whole(
+    client: openai.OpenAI, smollm2: Model, scripted: ScriptedServer, streamed: bool
+) -> None:
+    scripted.write(CALL)
+    ids = smollm2.text.encode(CALL)
+    limit = next(n for n in range(len(ids)) if "}" in smollm2.text.decode(ids[:n]))
+    fields = params(parallel_tool_calls=False, max_output_tokens=limit)
+    if streamed:
+        with client.responses.stream(**fields) as stream:
+            response = stream.get_final_response()
+    else:
+        response = client.responses.create(**fields)
+    (call,) = response.output
+    assert (call.status, call.arguments) == ("completed", '{"city": "Rome"}')
+    assert response.status == "completed"
+    assert response.incomplete_details is None
 
 
 def test_calls_of_stored_responses_are_continued(

@@ -55,7 +55,7 @@ class BatchAnswer:
             return {**id_field, "response": None, "error": error, **digest_field}
         message = self._message()
         finish_reason = "stop" if self.finished.reason in ("eos", "stop") else "length"
-        if finish_reason == "stop" and "tool_calls" in message:
+        if finish_reason == "stop" and self.reader and self.reader.output.calls_to_run:
             finish_reason = "tool_calls"
         usage = {
             "prompt_tokens": self.finished.usage.prompt,

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
 from kvkeep.chat.context_edits import apply_edits, clears_thinking, parse_edits
 from kvkeep.chat.messages import Chat
-from kvkeep.chat.output import CallEnded, Output, OutputEvent, joined_output
+from kvkeep.chat.output import Output, OutputEvent, joined_output
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.alignment import own_fields
@@ -18,7 +18,7 @@ from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, m
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
+from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input, is_cut_off
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.generation_stream import GenerationStream, StreamEvent
@@ -81,7 +81,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
 
     (result,) = await context.collect(stream, on_event=read)
     message: dict[str, Any] = {**fields, "content": content_blocks(answer.output)}
-    message |= _stop_fields(result.finished, answer.output)
+    message |= answer.stop_fields(result.finished)
     message |= {**own_fields(result.finished.usage), **edited}
     message["usage"] = usage_fields(result.finished.usage, pins)
     return JSONResponse(message, headers=headers)
@@ -113,7 +113,7 @@ async def _stream_events(
     for data in blocks.finish():
         yield data
     finished = stream.results[0].finished
-    delta = _stop_fields(finished, answer.output)
+    delta = answer.stop_fields(finished)
     fields = {"delta": delta, "usage": usage_fields(finished.usage, request.pins)}
     more = {**own_fields(finished.usage), **edited}
     yield message_event("message_delta", **fields, **more)
@@ -160,30 +160,20 @@ class _AnswerReader:
         else:
             events = [*self._reader.push([event.text]), *self._reader.finish()]
         if self._end is not None:
-            events = self._up_to_first_call(events, self._end)
+            events = self._end.up_to_first_call(events)
         self._events += events
-        return events
-
-    def _up_to_first_call(self, events: list[OutputEvent], end: EarlyEnd) -> list[OutputEvent]:
-        if end.ended:
-            return []
-        for index, event in enumerate(events):
-            if isinstance(event, CallEnded):
-                end.ended = True
-                return events[: index + 1]
         return events
 
     @property
     def output(self) -> Output:
         return joined_output(self._events)
 
-
-def _stop_fields(finished: Finished, output: Output) -> dict[str, Any]:
-    """Return why the message ends. A call that is cut off is not to be run."""
-    reason, calls = _STOP_REASONS[finished.reason], output.calls
-    if calls and all(call.complete for call in calls) and finished.reason in ("eos", "stop"):
-        reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": finished.stop}
+    def stop_fields(self, finished: Finished) -> dict[str, Any]:
+        """Return why the message ends. A call that is cut off is not to be run."""
+        reason = _STOP_REASONS[finished.reason]
+        if self.output.calls_to_run and not is_cut_off(finished, self._end):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": finished.stop}
 
 
 @router.post("/v1/messages/count_tokens")

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.openai_chat import format_output
-from kvkeep.chat.openai_tools import custom_input
 from kvkeep.chat.output import (
     CallArguments,
     CallEnded,
@@ -18,16 +17,17 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
-from kvkeep.server.chat_input import EarlyEnd
+from kvkeep.server.chat_input import EarlyEnd, is_cut_off
 from kvkeep.server.openai import usage
+from kvkeep.server.openai.custom_calls import generated_input
 
 
 @dataclass
 class ChatChoice:
     """One of a completion's choices, as its generation goes on.
 
-    single_call: whether it ends with its first call. early_end: ends the generation then.
-    uses_functions: whether a call has the deprecated form of `functions`.
+    early_end: ends it with its first call; None if there may be several. uses_functions: whether a
+    call has the deprecated form of `functions`.
     """
 
     reader: OutputReader
@@ -35,10 +35,13 @@ class ChatChoice:
     early_end: EarlyEnd | None = None
     uses_functions: bool = False
     tokens: list[GeneratedToken] = field(default_factory=list)
-    ended: bool = False  # with its first call
-    ended_whole: bool = False  # and this is complete
     _events: list[OutputEvent] = field(default_factory=list)
     _custom_texts: dict[int, str] = field(default_factory=dict)  # arguments of custom tools' calls
+
+    @property
+    def ended(self) -> bool:
+        """Whether the first call has ended it."""
+        return self.early_end is not None and self.early_end.ended
 
     def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
         """Follow the generation. Returns what of the answer is now certain."""
@@ -51,18 +54,8 @@ class ChatChoice:
         if isinstance(event, GeneratedToken):
             self.tokens.append(event)
         if self.early_end is not None:
-            events = self._up_to_first_call(events, self.early_end)
+            events = self.early_end.up_to_first_call(events)
         self._events += events
-        return events
-
-    def _up_to_first_call(
-        self, events: list[OutputEvent], early_end: EarlyEnd
-    ) -> list[OutputEvent]:
-        for index, event in enumerate(events):
-            if isinstance(event, CallEnded):
-                self.ended, self.ended_whole = True, event.complete
-                early_end.ended = True
-                return events[: index + 1]
         return events
 
     @property
@@ -71,14 +64,17 @@ class ChatChoice:
 
     def message(self) -> dict[str, Any]:
         """Return the whole message."""
-        message = format_output(self.output, list(self.tools.values()))
+        output = self.output
+        message = format_output(output, list(self.tools.values()))
+        for entry, call in zip(message.get("tool_calls", ()), output.calls, strict=True):
+            if "custom" in entry:
+                entry["custom"]["input"] = generated_input(call.arguments, call.complete)
         if self.uses_functions and (calls := message.pop("tool_calls", None)):
             message["function_call"] = calls[0]["function"]
         return message
 
     def finish_reason(self, finished: Finished) -> str:
-        has_calls = bool(self.output.calls)
-        if has_calls and (self.ended_whole or finished.reason not in ("length", "full")):
+        if self.output.calls_to_run and not is_cut_off(finished, self.early_end):
             return "function_call" if self.uses_functions else "tool_calls"
         return usage.FINISH_REASONS[finished.reason]
 
@@ -110,7 +106,7 @@ class ChatChoice:
             else:
                 yield self._function_delta(index, {"arguments": event.delta})
         elif index in self._custom_texts:
-            text = custom_input(self._custom_texts[index])
+            text = generated_input(self._custom_texts[index], event.complete)
             yield _call_delta(index, custom={"input": text})
 
     def _function_delta(

@@ -1,10 +1,8 @@
 """Items of a response: their generation and the events of their streaming; the response object."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from pydantic_core import from_json
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.openai_responses import (
@@ -24,10 +22,10 @@ from kvkeep.chat.output import (
     TextDelta,
 )
 from kvkeep.engine import Finished
+from kvkeep.server.openai.custom_calls import generated_input
 from kvkeep.server.openai.response_request import ResponsesRequest
 
 ItemEvent = tuple[str, dict[str, Any]]  # type and fields
-_STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
 _ARGUMENT_EVENTS = {
     "function_call": "function_call_arguments",
     "custom_tool_call": "custom_tool_call_input",
@@ -38,8 +36,7 @@ _ARGUMENT_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 class ResponseItems:
     """The items of a response as they are generated, one open at a time.
 
-    Text of white space alone, before or between other items, is left out. Without parallel calls,
-    the response ends with its first call.
+    Text of white space alone, before or between other items, is left out.
     """
 
     def __init__(
@@ -53,13 +50,11 @@ class ResponseItems:
         self.num_given = len(self.items)  # that are not generated
         self._tools, self._client_types = tools, client_types(request.tools)
         self._summarizes = request.summarizes_reasoning
-        self._single_call = request.parallel_tool_calls is False
         self._open_type = ""  # of the open item; "" if there is none
         self._text = ""  # of the open message or reasoning, or the arguments of the open call
         self._space = ""  # text that is left out unless more text follows
         self._call = GeneratedCall("", "", "")  # the open one
         self._sent_input = ""  # of the open custom call
-        self.ended = False  # by the only call
         self._logprobs: list[dict[str, Any]] = []  # of the open message
 
     def begin(self) -> Iterator[ItemEvent]:
@@ -70,8 +65,6 @@ class ResponseItems:
 
     def push(self, event: OutputEvent, logprobs: Sequence[Any] = ()) -> Iterator[ItemEvent]:
         """Yield the events of a part of the answer. logprobs: of its tokens."""
-        if self.ended:
-            return
         match event:
             case TextDelta():
                 yield from self._push_text(event.text, logprobs)
@@ -84,7 +77,11 @@ class ResponseItems:
                 yield from self._argument_delta(event.delta)
             case CallEnded():
                 yield from self._end_call(event.complete)
-                self.ended = self._single_call
+
+    @property
+    def ends_with_partial_call(self) -> bool:
+        """Whether the last item is a call that was cut off."""
+        return bool(self.items) and self.items[-1].get("status") == "incomplete"
 
     def finish(self, status: str) -> Iterator[ItemEvent]:
         """Yield the last events. An item that `status` "incomplete" cut off is so itself."""
@@ -149,7 +146,7 @@ class ResponseItems:
 
     def _argument_delta(self, delta: str) -> Iterator[ItemEvent]:
         if self._open_type == "custom_tool_call":
-            delta = self._input_delta(_partial_input(self._text))
+            delta = self._input_delta(generated_input(self._text, complete=False))
         if delta and self._open_type in _ARGUMENT_EVENTS:
             yield self._event(f"{_ARGUMENT_EVENTS[self._open_type]}.delta", delta=delta)
 
@@ -232,40 +229,28 @@ class ResponseItems:
         return f"response.{name}", {**location, **fields}
 
 
-def _partial_input(arguments: str) -> str:
-    """Return the text in the beginning of a custom call's arguments."""
-    try:
-        value = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return ""
-    text = value.get("input") if isinstance(value, Mapping) else None
-    return text if isinstance(text, str) else ""
-
-
-def final_fields(finished: Finished, prepared_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
+def final_fields(
+    status: str, finished: Finished, prepared_tokens: int, reasoning_tokens: int
+) -> dict[str, Any]:
     """Return status and usage.
 
     prepared_tokens: first ones of the prompt that the session held, not in `finished.usage`.
     """
-    status, usage = status_of(finished), finished.usage
-    prompt_tokens = prepared_tokens + usage.prompt
-    incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    usage = finished.usage
+    prompt_tokens, cached_tokens = (prepared_tokens + n for n in (usage.prompt, usage.reuse.tokens))
+    reached_limit = status == "incomplete" and finished.reason in ("length", "full")
     return {
         "status": status,
         "completed_at": int(time.time()) if status == "completed" else None,
-        "incomplete_details": incomplete_details,
+        "incomplete_details": {"reason": "max_output_tokens"} if reached_limit else None,
         "usage": {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": prepared_tokens + usage.reuse.tokens},
+            "input_tokens_details": {"cached_tokens": cached_tokens},
             "output_tokens": usage.generated,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "total_tokens": prompt_tokens + usage.generated,
         },
     }
-
-
-def status_of(finished: Finished) -> str:
-    return _STATUSES[finished.reason]
 
 
 def new_response(

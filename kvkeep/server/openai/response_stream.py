@@ -9,10 +9,10 @@ from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.chat_input import EarlyEnd
+from kvkeep.server.chat_input import EarlyEnd, is_cut_off
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation_stream import StreamEvent
-from kvkeep.server.openai.response_items import ItemEvent, ResponseItems, status_of
+from kvkeep.server.openai.response_items import ItemEvent, ResponseItems
 from kvkeep.server.openai.usage import logprobs_entry
 from kvkeep.server.sse import sse_event
 
@@ -28,7 +28,7 @@ class ResponseReading:
         early_end: EarlyEnd | None = None,
     ):
         """early_end: ends the generation with its only call; None if there may be several."""
-        self.reasoning_tokens = 0
+        self.status, self.reasoning_tokens = "in_progress", 0
         self._reader, self._items, self._codec = reader, items, codec
         self._early_end = early_end
         self._tokens: list[GeneratedToken] = []  # whose text was not read so far
@@ -50,7 +50,9 @@ class ResponseReading:
         else:
             yield from self._push_outputs(self._reader.push([event.text]))
             yield from self._push_outputs(self._reader.finish())
-            yield from self._items.finish(status_of(event))
+            is_partial = self._items.ends_with_partial_call or is_cut_off(event, self._early_end)
+            self.status = "incomplete" if is_partial else "completed"
+            yield from self._items.finish(self.status)
 
     def read(self, event: StreamEvent) -> None:
         """Read the generation's next event."""
@@ -58,6 +60,8 @@ class ResponseReading:
             deque(self.push(event), maxlen=0)
 
     def _push_outputs(self, events: list[OutputEvent]) -> Iterator[ItemEvent]:
+        if self._early_end is not None:
+            events = self._early_end.up_to_first_call(events)
         for event in events:
             tokens, self._tokens = self._tokens, []
             if isinstance(event, ReasoningDelta):
@@ -66,8 +70,6 @@ class ResponseReading:
             if isinstance(event, TextDelta):
                 logprobs = [logprobs_entry(self._codec, token) for token in tokens if token.logprob]
             yield from self._items.push(event, logprobs)
-        if self._early_end is not None and self._items.ended:
-            self._early_end.ended = True
 
 
 class EventEncoder:

@@ -250,7 +250,7 @@ async def _complete(
 ) -> dict[str, Any]:
     """Return the complete response; store it unless `store` is false."""
     reading, prepared_tokens = pending.reading, pending.prepared_tokens
-    fields = final_fields(finished, prepared_tokens, reading.reasoning_tokens)
+    fields = final_fields(reading.status, finished, prepared_tokens, reading.reasoning_tokens)
     fields |= own_fields(finished.usage)
     response = {**pending.response, "output": reading.output, **fields}
     if pending.request.stores:
