@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 from server.conftest import RunningServer, ScriptedServer
 
 from kvkeep.model import Model
@@ -145,6 +146,19 @@ def test_a_response_that_ends_inside_a_call_is_incomplete(
         assert call.arguments == '{"city": "R'
         assert response.incomplete_details is None
     assert events[-1].type == "response.incomplete"
+
+
+@pytest.mark.parametrize(
+    "text", [THOUGHTFUL, PATCH_CALL, ""], ids=["thoughtful", "custom", "empty"]
+)
+def test_a_response_has_all_that_the_library_requires(scripted: ScriptedServer, text: str) -> None:
+    """Its client accepts any object; its models, by which other programs read, do not."""
+    scripted.write(text)
+    with scripted.client() as http:
+        response = http.post("/v1/responses", json=params())
+    usage = Response.model_validate_json(response.content).usage
+    assert usage is not None
+    assert usage.input_tokens_details.cache_write_tokens == 0
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -25,7 +25,7 @@ HISTORY = [{"role": "user", "content": "The weather?"}]
 NEXT = [{"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "And now?"}]
 OWN_FIELDS = {"x_kvkeep"}
 # Fields that OpenAI's responses have got since then.
-NEW_FIELDS = {"prompt_cache_key", "prompt_cache_retention"}
+NEW_FIELDS = {"prompt_cache_key", "prompt_cache_retention", "cache_write_tokens"}
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:

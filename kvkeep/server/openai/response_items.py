@@ -245,7 +245,7 @@ def final_fields(
         "incomplete_details": {"reason": "max_output_tokens"} if reached_limit else None,
         "usage": {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": cached_tokens},
+            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.generated,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "total_tokens": prompt_tokens + usage.generated,
