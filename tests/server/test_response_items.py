@@ -136,6 +136,24 @@ def test_an_item_that_is_cut_off_is_incomplete(answer: list[OutputEvent]) -> Non
     assert item["status"] == "incomplete"
 
 
+def test_white_space_that_was_held_back_keeps_its_logprobs() -> None:
+    items = ResponseItems(ResponsesRequest(input="x"), TOOLS)
+    parts = [("\n", "first"), ("\n", "second"), ("See.", "third")]
+    events = [event for text, token in parts for event in items.push(TextDelta(text), [token])]
+    events += items.finish("completed")
+    (part,) = items.items[0]["content"]
+    assert (part["text"], part["logprobs"]) == ("\n\nSee.", ["first", "second", "third"])
+    deltas = [fields["logprobs"] for kind, fields in events if kind.endswith("text.delta")]
+    assert deltas == [["first", "second", "third"]]
+
+
+def test_logprobs_of_white_space_alone_are_in_the_empty_answer() -> None:
+    items = ResponseItems(ResponsesRequest(input="x"), TOOLS)
+    assert list(items.push(TextDelta(" "), ["only"])) == []
+    list(items.finish("completed"))
+    assert items.items[0]["content"][0]["logprobs"] == ["only"]
+
+
 def test_an_empty_answer_is_an_empty_message() -> None:
     (item,), _ = items_and_events([])
     assert (item["type"], item["content"][0]["text"]) == ("message", "")

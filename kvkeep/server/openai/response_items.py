@@ -53,6 +53,7 @@ class ResponseItems:
         self._open_type = ""  # of the open item; "" if there is none
         self._text = ""  # of the open message or reasoning, or the arguments of the open call
         self._space = ""  # text that is left out unless more text follows
+        self._space_logprobs: list[Any] = []  # of its tokens
         self._call = GeneratedCall("", "", "")  # the open one
         self._sent_input = ""  # of the open custom call
         self._logprobs: list[dict[str, Any]] = []  # of the open message
@@ -86,9 +87,10 @@ class ResponseItems:
     def finish(self, status: str) -> Iterator[ItemEvent]:
         """Yield the last events. An item that `status` "incomplete" cut off is so itself."""
         if len(self.items) == self.num_given:
+            text, logprobs = self._space, self._space_logprobs
             yield from self._open("message", output_message(""))
-            if self._space:
-                yield from self._text_delta(self._space, ())
+            if text:
+                yield from self._text_delta(text, logprobs)
         if self._open_type in _ARGUMENT_FIELDS:
             yield from self._end_call(complete=False)
         yield from self._close(status)
@@ -97,9 +99,9 @@ class ResponseItems:
 
     def _push_text(self, text: str, logprobs: Sequence[Any]) -> Iterator[ItemEvent]:
         if self._open_type != "message":
-            text, self._space = self._space + text, ""
+            text, logprobs = self._space + text, [*self._space_logprobs, *logprobs]
             if not text.strip():
-                self._space = text
+                self._space, self._space_logprobs = text, logprobs
                 return
             yield from self._close()
             yield from self._open("message", output_message(""))
@@ -198,7 +200,7 @@ class ResponseItems:
 
     def _close(self, status: str = "completed") -> Iterator[ItemEvent]:
         """End the open message or reasoning."""
-        self._space = ""
+        self._space, self._space_logprobs = "", []
         if self._open_type == "message":
             item = output_message(self._text)
             (part,) = item["content"]
