@@ -25,6 +25,7 @@ _MIN_SENSITIVITY = 0.03  # relative to the median
 _MIN_SPREAD = 0.4  # steps: components of a smaller standard deviation are left out
 _SEARCH_STEPS = 4  # in which the step of a codec is found
 _LOSS_EXPONENT = 0.55  # of the ratio of losses by which the step changes: about a square root
+_TINY = 1e-12  # least loss or energy that counts: below it there is only rounding, of either sign
 
 
 @torch.inference_mode()
@@ -34,7 +35,7 @@ def measure_basis(
     """Evaluate text and return the components of its cells, and the step of each codec.
 
     ids: some ten thousand tokens, of the kind of text that the model will be used with. Raises
-    InvalidArgument for too few tokens.
+    InvalidArgument for too few tokens, and for a model or text whose cells have no basis.
     """
     ids = validation.token_ids("ids", ids, model.spec.vocab_size)
     progress = validation.progress(progress) or (lambda tokens: None)
@@ -53,7 +54,9 @@ def measure_basis(
     probe = LossProbe.evaluate(model, shorter, PASSAGE_TOKENS * 5 // 8, frequencies, progress)
     key_weights = sums.key_weights(frequencies)
     sensitivities = _sensitivities(probe, key_weights)
-    return _fit(model, sums, key_weights, sensitivities, probes)
+    basis = _fit(model, sums, key_weights, sensitivities, probes)
+    _require_usable(basis)
+    return basis
 
 
 def count_basis_tokens(model: LoadedModel, token_count: int) -> int:
@@ -118,7 +121,7 @@ def _sensitivities(probe: LossProbe, key_weights: Tensor) -> Tensor:
             changed = cells.clone()
             changed[layer] += noise @ inverse[layer] if row == 0 else noise
             loss = probe.loss(changed) if row == 0 else probe.loss(None, changed)
-            result[row, layer] = loss / energy
+            result[row, layer] = max(loss, _TINY) / energy.clamp(min=_TINY)
     return result.clamp(min=_MIN_SENSITIVITY * result.median(1, keepdim=True).values)
 
 
@@ -163,11 +166,23 @@ def _fit(
         variances = torch.cat([group.variances for parts in groups.values() for group in parts])
         step = _step_of_error(variances, target)
         for _ in range(_SEARCH_STEPS):
-            loss = mean(coding_loss(probe, basis(step, {}), 1.0) for probe in probes)
+            loss = max(_TINY, mean(coding_loss(probe, basis(step, {}), 1.0) for probe in probes))
             step *= min(2.0, max(0.5, (target / loss) ** _LOSS_EXPONENT))
         found.append(step)
     names = zip(TARGETS, found, strict=True)
     return basis(found[0], {name: step / found[0] for name, step in names})
+
+
+def _require_usable(basis: CellBasis) -> None:
+    """Raise InvalidArgument for a basis that does not code cells."""
+    for group in (*basis.keys, *basis.values):
+        tensors = group.mean, group.decode, group.encode
+        if not group.components or not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            raise InvalidArgument(
+                "this text gives no basis of this model: its cells hardly vary, or hardly change "
+                "what the model predicts. Take a varied text and a trained model, or use the "
+                "codecs exact or zstd"
+            )
 
 
 def _step_of_error(variances: Tensor, error: float) -> float:

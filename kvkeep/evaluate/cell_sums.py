@@ -18,6 +18,7 @@ from kvkeep.storage.lossy.cells import rotate
 
 MAX_GROUP_LAYERS, MAX_WIDTH = 5, 2048  # of a group: layers that are coded together, and numbers
 _MIN_WEIGHT = 1e-3  # of a direction of keys, relative to the mean
+_MIN_VARIANCE = 1e-12  # of a head's values
 _MAX_DISTANCE, _DISTANCES = 1000, 41  # from a query to the keys that it attends to
 
 
@@ -81,7 +82,9 @@ class CellSums:
             (outer.diagonal() / self.count - (total / self.count).square())
             for outer, total in zip(self.outers["values"], self.sums["values"], strict=True)
         ]
-        spread = torch.cat(variances).view(-1, heads, head_dim).sum(-1).sqrt()
+        # Rounding makes the variance of values that do not vary negative.
+        variance = torch.cat(variances).view(-1, heads, head_dim).sum(-1)
+        spread = variance.clamp(min=_MIN_VARIANCE).sqrt()
         weighted: Tensor = weights * spread[..., None, None]
         return weighted.float()
 

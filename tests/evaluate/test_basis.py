@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from small_models import local_spec, small_model
+from small_models import local_spec, small_model, state_specs
 
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument
@@ -39,6 +40,21 @@ def test_a_measured_basis_codes_other_text_in_fewer_bytes(spec: object, tmp_path
         restored = model.restore(Snapshot.load(tmp_path / "a.kvkeep"))
         assert restored.feed(TEXT[:5]).tokens == 5
     assert sizes["small"] > sizes["smaller"] > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "sharpness", "text"),
+    [
+        (None, 0.02, TEXT),  # its predictions hardly depend on its cells
+        (state_specs()["convolution"], 0.02, TEXT),
+        (None, 0.3, [97] * len(TEXT)),  # all cells are alike
+    ],
+    ids=["flat", "flat_with_states", "one_token"],
+)
+def test_cells_without_a_basis_are_refused(spec: Any, sharpness: float, text: list[int]) -> None:
+    model = small_model(spec=spec, sharpness=sharpness)
+    with pytest.raises(InvalidArgument, match="Take a varied text and a trained model"):
+        measured.measure_basis(model, text)
 
 
 def test_a_short_text_makes_no_basis() -> None:
