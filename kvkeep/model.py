@@ -7,7 +7,8 @@ import torch
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.layout import bits_name
-from kvkeep.compression.calibration.calibration import Calibration, default_calibration
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.stored import default_calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy, PolicySettings, make_policy
@@ -28,7 +29,7 @@ class Model(LoadedModel):
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration of this model on this machine; None if there is none.
+        """The newest calibration of this model on this machine; None if there is none.
 
         `kvkeep pull --calibrate` and `kvkeep calibrate TEXT` make one. Each access reads its file.
         Raises StoreError or a subclass if the file is damaged.
@@ -43,8 +44,8 @@ class Model(LoadedModel):
     ) -> Session:
         """Return a session that continues exactly where the snapshot was taken.
 
-        calibration: the one that the session was created with; not needed if it is the stored one
-            (`Model.calibration`).
+        calibration: the one that the session was created with; not needed if it is among the
+            stored ones, of which `Model.calibration` is the newest.
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model,
         InvalidSnapshot for one that no session of this model can have been in, InvalidArgument if

@@ -1,5 +1,6 @@
 """The stored calibration of a model: sessions are made, compressed and restored by it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from server.conftest import running_server
 from small_models import small_model
 
-from kvkeep.compression.calibration.calibration import Calibration, calibration_path
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.stored import add_calibration, find_calibration
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.evaluate.calibrate import calibrate
 from kvkeep.policies import Archive
@@ -30,9 +32,8 @@ def other() -> Calibration:
 
 @pytest.fixture
 def stored() -> Calibration:
-    calibration, path = calibrate(MODEL, TEXT), calibration_path(MODEL)
-    path.parent.mkdir(parents=True)
-    calibration.save(path)
+    calibration = calibrate(MODEL, TEXT)
+    add_calibration(calibration)
     return calibration
 
 
@@ -92,8 +93,47 @@ def test_a_session_is_restored_by_it(stored: Calibration, other: Calibration) ->
         MODEL.restore(needs_other)
 
 
+@pytest.mark.parametrize("is_named_by_digest", [True, False])
+def test_sessions_keep_their_calibration_when_another_is_added(
+    stored: Calibration, other: Calibration, is_named_by_digest: bool
+) -> None:
+    path = add_calibration(stored)
+    if not is_named_by_digest:  # as in older versions, which had one for each model
+        path = path.rename(path.with_name(f"{path.stem.partition('-')[0]}.kvcal"))
+    snapshot = fed(MODEL.session(**ARCHIVE)).snapshot()
+    os.utime(path, (1, 1))
+    add_calibration(other)
+    assert MODEL.session(**ARCHIVE).settings["calibrated_by"] == other.digest
+    restored = MODEL.restore(snapshot)
+    assert restored.settings["calibrated_by"] == stored.digest
+    path.unlink()
+    with pytest.raises(InvalidArgument, match=rf"copy \*-{stored.digest[:32]}.kvcal from"):
+        MODEL.restore(snapshot)
+
+
+def test_a_calibration_that_is_measured_again_is_the_newest(
+    stored: Calibration, other: Calibration
+) -> None:
+    for path in (add_calibration(other), add_calibration(stored)):
+        os.utime(path, (1, 1))
+    add_calibration(stored)
+    newest = MODEL.calibration
+    assert newest is not None
+    assert newest.digest == stored.digest
+
+
+def test_a_calibration_is_found_by_its_own_digest_only(
+    stored: Calibration, other: Calibration
+) -> None:
+    for digest in ("*", "../" * 20, "\0", stored.digest[:32] + "*" * 32):
+        assert find_calibration(digest, MODEL) is None
+    add_calibration(stored).rename(add_calibration(other))
+    with pytest.raises(CorruptFile, match="differs from its name: replace it by a copy"):
+        find_calibration(other.digest, MODEL)
+
+
 def test_a_damaged_one_is_reported(stored: Calibration) -> None:
-    path = calibration_path(MODEL)
+    path = add_calibration(stored)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

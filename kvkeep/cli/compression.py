@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.model_options import DEVICE_OPTION, DTYPE_OPTION, MODEL_OPTION, load_by_name
-from kvkeep.cli.options import QUIET_OPTION, command, file_option, read_nonempty_text
-from kvkeep.cli.output import progress_bar, say
-from kvkeep.errors import StoreError
+from kvkeep.cli.options import QUIET_OPTION, command, file_option, option, read_nonempty_text
+from kvkeep.cli.output import format_mb, progress_bar, say
+from kvkeep.errors import InvalidArgument
+from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.types import DtypeName
 
@@ -71,8 +72,8 @@ def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
     for name in (method.partition(":")[0] for method in methods):
         if calibration is None and name not in UNCALIBRATED_METHODS:
             raise click.UsageError(
-                f"{name} needs a calibration: add --calibration FILE (`kvkeep calibrate` makes one "
-                "for a model)"
+                f"{name} needs a calibration: add --calibration FILE (`kvkeep calibrate TEXT -o "
+                "FILE` makes one for a model)"
             )
 
 
@@ -98,7 +99,15 @@ def gains_from_calibration(session: "Session") -> bool:
 def calibrate(
     text: str,
     output: Path | None = file_option(
-        "-o", metavar="FILE.kvcal", show_default="where every command finds it", help="Output file."
+        "-o",
+        metavar="FILE.kvcal",
+        show_default="where every command finds it",
+        help="Output file. A calibration that it has is replaced.",
+    ),
+    basis_only: bool = option(
+        "--basis-only",
+        is_flag=True,
+        help="Make only the basis of the codecs small and smaller, and no calibration.",
     ),
     model: str = MODEL_OPTION,
     dtype: DtypeName = DTYPE_OPTION,
@@ -108,8 +117,9 @@ def calibrate(
     """Measure a model's attention on the file TEXT ("-": standard input), for compression.
 
     About ten thousand tokens of typical text are enough. Method kvzap needs a calibration, and
-    expected_attention and fitted get better with one. Policy archive uses the default calibration
-    of a model if there is one; pass a file written by --output to other commands as --calibration.
+    expected_attention and fitted get better with one. New sessions with policy archive use the
+    newest one that is stored with the model; saved sessions use the one that they were created
+    with. Pass a file written by --output to other commands as --calibration.
 
     From 8,960 tokens on it also makes the basis that the codecs small and smaller store cells in.
 
@@ -117,25 +127,26 @@ def calibrate(
     """
     content = read_nonempty_text(text)
     if output is not None:
+        if basis_only:
+            raise click.UsageError("--basis-only makes no calibration: leave --output out")
         check_output_path(output, "calibration")
     loaded_model = load_by_name(model, dtype, device, weights=None, progress=not quiet)
-    measure_calibration(loaded_model, content, output, quiet)
+    if basis_only:
+        measure_basis(loaded_model, content, quiet)
+    else:
+        measure_calibration(loaded_model, content, output, quiet)
 
 
 def measure_calibration(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
-    """Calibrate a model on a text. output: None for the model's default calibration file."""
-    from kvkeep.compression.calibration.calibration import calibration_path
+    """Calibrate a model on a text, and make a basis. output: None to store it with the model."""
+    from kvkeep.compression.calibration import stored
     from kvkeep.evaluate import calibrate as measure
 
     if output is None:
-        output = calibration_path(model)
-        folder = output.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"{folder} cannot be created: {error.strerror or error}") from error
-        check_output_path(output, "calibration")
-    unfinished_path = unfinished_file(output)
+        unfinished_path = stored.unfinished_calibration_path(model)
+        check_writable(unfinished_path)
+    else:
+        unfinished_path = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
     total_tokens = measure.count_calibration_tokens(model, len(ids))
     with progress_bar(total_tokens, not quiet, desc="measuring", unit="tok", leave=False) as bar:
@@ -144,30 +155,34 @@ def measure_calibration(model: "Model", text: str, output: Path | None, quiet: b
             bar.update(token_count)
 
         calibration = measure.measure(model, ids, report_progress, unfinished_path)
-    size_bytes = calibration.save(output)
+    if output is None:
+        output = stored.add_calibration(calibration)
+    else:
+        calibration.save(output)
     if not quiet:
         say(
-            f"{output}: {size_bytes / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
-            f"held-out text: {calibration.r_squared:.2f}"
+            f"{output}: {format_mb(output.stat().st_size)}, from {len(ids)} tokens; R² of the "
+            f"surrogate on held-out text: {calibration.r_squared:.2f}"
         )
-    _measure_basis(model, ids, quiet)
+    try_measuring_basis(model, text, quiet)
     unfinished_path.unlink(missing_ok=True)  # not before: an interrupted basis is resumed, too
 
 
-def unfinished_file(output: Path) -> Path:
-    """Return the file of partial results beside a calibration's file."""
-    return output.with_name(f"{output.name}.unfinished")
+def try_measuring_basis(model: "Model", text: str, quiet: bool) -> None:
+    """Make the basis of the codecs small and smaller, or print why a text makes none."""
+    try:
+        measure_basis(model, text, quiet)
+    except InvalidArgument as error:
+        if not quiet:
+            say(f"no basis for the codecs small and smaller: {error}")
 
 
-def _measure_basis(model: "Model", ids: list[int], quiet: bool) -> None:
-    """Make the basis of the codecs small and smaller, if the text is long enough."""
+def measure_basis(model: "Model", text: str, quiet: bool) -> None:
+    """Make the basis of the codecs small and smaller. Raises InvalidArgument, as the library."""
     from kvkeep.evaluate import basis as measure
     from kvkeep.storage.lossy.basis import add_basis
 
-    if len(ids) < (needed := measure.min_basis_tokens()):
-        if not quiet:
-            say(f"no basis for the codecs small and smaller: that needs {needed:,} tokens")
-        return
+    ids = model.text.encode(text)
     total_tokens = measure.count_basis_tokens(model, len(ids))
     with progress_bar(total_tokens, not quiet, desc="basis", unit="tok", leave=False) as bar:
 

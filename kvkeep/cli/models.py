@@ -241,18 +241,24 @@ def pull(
     click.echo(f"{name} is in {folder}")
     if not with_calibration:
         return
-    from kvkeep.cli.compression import measure_calibration, unfinished_file
-    from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
+    from kvkeep.cli.compression import measure_calibration, try_measuring_basis
+    from kvkeep.compression.calibration.stored import (
+        default_calibration,
+        unfinished_calibration_path,
+    )
     from kvkeep.evaluate.calibrate import has_results
     from kvkeep.evaluate.haystack import manual_text
+    from kvkeep.storage.lossy.basis import has_basis
 
     # In the dtype that commands use by default.
     model = load_by_name(name, "bfloat16", "cpu", weights=None, progress=not quiet)
-    is_done = default_calibration(model) is not None
-    unfinished = unfinished_file(calibration_path(model))
+    is_done, unfinished = default_calibration(model) is not None, unfinished_calibration_path(model)
     if is_done and unfinished.exists():  # perhaps without the basis
         is_done = not has_results(model, model.text.encode(manual_text()), unfinished)
     if not is_done:
         measure_calibration(model, manual_text(), None, quiet=quiet)
-    elif not quiet:
+        return
+    if not quiet:
         say(f"{name} keeps its existing calibration")
+    if not has_basis(model.fingerprint.to_dict()):
+        try_measuring_basis(model, manual_text(), quiet)

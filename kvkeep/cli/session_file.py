@@ -92,28 +92,29 @@ def restore(
     """Restore a session with the calibration that it was created with. Raises as `resume`.
 
     label: the session or file, for messages. model_name: None for the saved one. calibration: the
-    file of `--calibration`; None for the model's default one. load: loads a model by name.
+    file of `--calibration`; None for the stored one. load: loads a model by name.
     """
-    from kvkeep.compression.calibration.calibration import has_any_default_calibration
+    from kvkeep.compression.calibration import stored
 
-    calibration_digest = snapshot.policy.get("calibrated_by")
+    calibration_digest = str(snapshot.policy.get("calibrated_by") or "")
     missing_calibration = InvalidArgument(
-        f"{label} needs the calibration that it was created with: pass its file as --calibration"
+        f"{label} needs the calibration that it was created with: pass its file as --calibration, "
+        f"or {stored.copy_advice(calibration_digest)}"
     )
     if calibration is not None and not calibration_digest:
         raise InvalidArgument(
             f"{label} was created without a calibration; leave --calibration out, or start a new "
             "session"
         )
-    if calibration_digest and calibration is None and not has_any_default_calibration():
+    if calibration_digest and calibration is None and not stored.has_any_calibration():
         raise missing_calibration
     if model_name is None:
         require_local(snapshot.model, file)
     model = load(model_name or snapshot.model)
     loaded_calibration = load_calibration_file(calibration, model)
     if calibration_digest and loaded_calibration is None:
-        loaded_calibration = model.calibration
-        if loaded_calibration is None or loaded_calibration.digest != calibration_digest:
+        loaded_calibration = stored.find_calibration(calibration_digest, model)
+        if loaded_calibration is None:
             raise missing_calibration
     return model, model.restore(snapshot, calibration=loaded_calibration)
 

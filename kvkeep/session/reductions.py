@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvkeep import validation
-from kvkeep.compression.calibration.calibration import Calibration, default_calibration
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.stored import default_calibration
 from kvkeep.compression.methods import make_method
 from kvkeep.compression.methods.base import Budget
 from kvkeep.runtime.memory import trim_memory

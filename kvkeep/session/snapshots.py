@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvkeep.cache.checks import require
-from kvkeep.compression.calibration.calibration import Calibration, default_calibration
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.stored import copy_advice, find_calibration
 from kvkeep.errors import InvalidArgument, InvalidSnapshot
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import make_policy
@@ -48,10 +49,11 @@ def restore_state(
 ) -> SessionState:
     """Return the state that a snapshot was taken of.
 
-    calibration: the one of its policy; if it is another or None, the model's stored one is tried.
+    calibration: the one of its policy; if it is another or None, the one is used that is stored on
+    this machine under the digest in the snapshot.
 
     Raises FingerprintMismatch for another model, InvalidSnapshot if no session of this model can be
-    in that state, and InvalidArgument if its policy compresses by another calibration.
+    in that state, and InvalidArgument if its calibration is missing.
     """
     model.fingerprint.require_match(snapshot.fingerprint, "the snapshot")
     with _errors_as_invalid_snapshot(model):
@@ -59,12 +61,11 @@ def restore_state(
         policy = make_policy(**policy_settings).for_model(model.spec.max_positions)
     if needed_digest := policy.calibrated_by:
         if calibration is None or calibration.digest != needed_digest:
-            calibration = default_calibration(model) or calibration
-        if calibration is None or calibration.digest != needed_digest:
-            found_digest = calibration.digest[:12] if calibration else "none"
+            calibration = find_calibration(needed_digest, model)
+        if calibration is None:
             raise InvalidArgument(
-                f"the snapshot needs the calibration {needed_digest[:12]}; found {found_digest}: "
-                "pass the one that the session was created with"
+                f"the snapshot needs the calibration {needed_digest[:12]}, which is not here: "
+                f"pass the one that the session was created with, or {copy_advice(needed_digest)}"
             )
         calibration.require(model)
         policy = policy.with_calibration(calibration.statistics, calibration.digest)

@@ -47,7 +47,8 @@ def test_the_library_can_read_the_file(invoke, tiny, tiny_folder, tmp_path: Path
     assert result.stderr == (
         f"{output}: 0.0 MB, from {tokens} tokens; R² of the surrogate on held-out text: "
         f"{found.r_squared:.2f}\n"
-        "no basis for the codecs small and smaller: that needs 8,960 tokens\n"
+        "no basis for the codecs small and smaller: a basis needs 8960 tokens or more; found "
+        f"{tokens}\n"
     )
     assert found.tokens == tokens
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kvcal", "text"]
@@ -139,6 +140,19 @@ def test_after_ctrl_c_in_the_basis_only_that_is_measured_again(
     assert calibration.read_bytes() == finished
     assert list((home / "calibrations").iterdir()) == [calibration]
     assert len(list((home / "bases").iterdir())) == 1
+
+
+def test_a_basis_is_made_alone(invoke, tiny, home: Path, monkeypatch, tmp_path: Path) -> None:
+    basis_only = ("calibrate", "-", "--basis-only", *tiny)
+    _refused(invoke(*basis_only, input=TEXT), "a basis needs 8960 tokens or more")
+    _refused(invoke(*basis_only, "-o", tmp_path / "a.kvcal", input=TEXT), "leave --output out")
+    monkeypatch.setattr(basis, "PASSAGE_TOKENS", 128)
+    monkeypatch.setattr(basis, "FOLLOWING_TOKENS", 32)
+    result = invoke(*basis_only, input=TEXT)
+    assert result.exit_code == 0, result.stderr
+    (file,) = (home / "bases").iterdir()
+    assert result.stderr == f"{file}: basis of the codecs small and smaller\n"
+    assert not (home / "calibrations").exists()
 
 
 def test_a_session_continues_with_its_original_calibration(

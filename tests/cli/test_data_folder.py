@@ -14,7 +14,6 @@ from lossy_basis import random_basis
 from timeouts import PATIENCE
 
 from kvkeep.cli.store import default_server_folder
-from kvkeep.compression.calibration.calibration import calibration_path
 from kvkeep.errors import Locked, StoreError
 from kvkeep.loader import load_model
 from kvkeep.storage.lossy.basis import add_basis, find_basis, newest_basis
@@ -84,16 +83,13 @@ def test_sessions_that_cannot_be_moved_are_named(folders: tuple[Path, Path]) -> 
         default_server_folder()
 
 
-def test_bases_and_calibrations_are_in_the_data_folder(
-    folders: tuple[Path, Path], tiny_folder: Path
-) -> None:
+def test_bases_are_in_the_data_folder(folders: tuple[Path, Path], tiny_folder: Path) -> None:
     """Those of older versions are found in the cache folder."""
     data, cache = folders
     model = load_model(str(tiny_folder), dtype="float32")
     basis = random_basis(model)
     path = add_basis(basis)
     assert path.parent == data / "bases"
-    assert calibration_path(model).parent == data / "calibrations"
     (cache / "bases").mkdir(parents=True)
     path.rename(cache / "bases" / path.name)
     assert find_basis(basis.digest).digest == basis.digest

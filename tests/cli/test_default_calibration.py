@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Snapshot, load_model
-from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
-from kvkeep.evaluate import haystack
+from kvkeep.evaluate import basis, haystack
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 ARCHIVE = ["--policy", "archive", "--max-kv-size", "48"]
@@ -36,9 +35,9 @@ def policy_of(home: Path, name: str) -> dict[str, object]:
 
 def test_a_stored_calibration_belongs_to_one_model(kept: Path, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
-    assert calibration_path(model) == kept
     found = model.calibration
     assert found is not None
+    assert kept.stem.endswith(f"-{found.digest[:32]}")
     session = model.session(48, policy="archive", calibration=found)
     assert session.settings["method"] == "kvzap"
     assert load_model(str(tiny_folder), dtype="bfloat16").calibration is None
@@ -50,7 +49,7 @@ def test_an_archive_uses_the_stored_calibration(
     result = invoke(*WRITE, "--session", "s", *tiny)
     assert result.exit_code == 0, result.stderr
     assert GAIN not in result.stderr
-    found = default_calibration(load_model(str(tiny_folder), dtype="float32"))
+    found = load_model(str(tiny_folder), dtype="float32").calibration
     assert found is not None
     assert policy_of(home, "s")["calibrated_by"] == found.digest
     by_file = invoke(*WRITE, "--calibration", kept, *tiny)
@@ -61,6 +60,19 @@ def test_an_archive_uses_the_stored_calibration(
     assert policy_of(home, "t")["calibrated_by"] == found.digest
     again = invoke("generate", "--session", "s", *CALM, *tiny)
     assert again.exit_code == 0, again.stderr
+
+
+def test_a_session_resumes_after_another_calibration(invoke, tiny, home: Path, kept: Path) -> None:
+    assert invoke(*WRITE, "--session", "old", *tiny).exit_code == 0
+    assert invoke("calibrate", "-", *tiny, input=TEXT[::-1]).exit_code == 0
+    assert invoke(*WRITE, "--session", "new", *tiny).exit_code == 0
+    digests = [policy_of(home, name)["calibrated_by"] for name in ("old", "new")]
+    assert digests[0] != digests[1]
+    for name in ("old", "new"):
+        again = invoke("generate", "--session", name, *CALM, *tiny)
+        assert again.exit_code == 0, again.stderr
+    assert [policy_of(home, name)["calibrated_by"] for name in ("old", "new")] == digests
+    assert kept.exists()
 
 
 def test_an_explicit_method_ignores_the_stored_calibration(
@@ -101,6 +113,25 @@ def test_a_damaged_calibration_is_an_error_before_generation(invoke, tiny, kept:
     assert refused.exit_code == 2
     assert refused.stdout == ""
     assert "is corrupt" in refused.stderr.splitlines()[-1]
+
+
+def test_pull_makes_a_missing_basis_beside_a_calibration(
+    invoke, tiny_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haystack, "manual_text", lambda: TEXT)
+    pull = ("pull", tiny_folder, "--calibrate")
+    assert "no basis for the codecs small and smaller" in invoke(*pull).stderr
+    (calibration,) = (home / "calibrations").iterdir()
+    made = calibration.stat().st_mtime_ns
+    monkeypatch.setattr(basis, "PASSAGE_TOKENS", 128)
+    monkeypatch.setattr(basis, "FOLLOWING_TOKENS", 32)
+    again = invoke(*pull)
+    assert again.exit_code == 0, again.stderr
+    (file,) = (home / "bases").iterdir()
+    assert "keeps its existing calibration" in again.stderr
+    assert f"{file}: basis of the codecs" in again.stderr
+    assert calibration.stat().st_mtime_ns == made
+    assert "basis" not in invoke(*pull).stderr
 
 
 def test_pull_calibrates_once(

@@ -197,11 +197,11 @@ def test_a_damaged_basis_is_refused_by_name_and_no_session_is_lost(
     session.snapshot().save(path, "small")
     damage(newest, -100)
     for codec, file in (("small", newest), ("smaller", newest)):
-        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE`"):
+        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE "):
             session.snapshot().save(path, codec)  # type: ignore[arg-type]
-        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE`"):
+        with pytest.raises(StoreError, match=f"{file}.*checksum.*run `kvkeep calibrate FILE "):
             Engine(MODEL, codec=codec)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=f"{newest}.*replace it by a copy.*`kvkeep calibrate`"):
+    with pytest.raises(StoreError, match=f"{newest}.*replace it by a copy.*`kvkeep calibrate "):
         Snapshot.load(path)
     with pytest.raises(StoreError, match=f"{newest}.*kvkeep calibrate"):
         PrefixStore(tmp_path / "p", codec="small").find(MODEL.fingerprint, TEXT)
@@ -212,7 +212,7 @@ def test_a_damaged_basis_is_refused_by_name_and_no_session_is_lost(
     damage(newest, 100)  # its header: of what model it is cannot be known
     session.snapshot().save(path, "small")  # in the older one
     older.unlink()
-    with pytest.raises(InvalidArgument, match=f"{newest}.*run `kvkeep calibrate FILE`"):
+    with pytest.raises(InvalidArgument, match=f"{newest}.*run `kvkeep calibrate FILE "):
         session.snapshot().save(path, "small")
     assert add_basis(basis) == newest  # the same one, measured again
     session.snapshot().save(path, "small")

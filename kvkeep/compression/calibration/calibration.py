@@ -3,7 +3,6 @@
 Like an importance matrix for weights, it is a file that is valid for every session of its model.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from kvkeep.cache.state import MAX_EXACT_INT
 from kvkeep.compression.methods.statistics import Statistics, Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
-from kvkeep.models.hub.library import data_folders
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 
@@ -88,33 +86,6 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
         return _from_saved(container.document, container.tensors, model)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFile(f"{path} is corrupt: {error!r} while it was loaded") from error
-
-
-def calibration_path(model: LoadedModel) -> Path:
-    """Return the default path of a model's calibration."""
-    return _calibration_paths(model)[0]
-
-
-def has_any_default_calibration() -> bool:
-    """Whether any model has a calibration at its default path; needs no loaded model."""
-    return any(any(folder.glob("*.kvcal")) for folder in data_folders("calibrations"))
-
-
-def default_calibration(model: LoadedModel) -> Calibration | None:
-    """Return the calibration at a model's default path, if any. Raises as `load_calibration`."""
-    if not has_any_default_calibration():
-        return None  # the path has the fingerprint, for which all weights are read
-    for path in _calibration_paths(model):
-        if path.exists():
-            return load_calibration(path, model)
-    return None
-
-
-def _calibration_paths(model: LoadedModel) -> list[Path]:
-    """Return the default path, and then that of older versions if it was another."""
-    saved_fingerprint = json.dumps(model.fingerprint.to_dict(), sort_keys=True)
-    file_name = f"{blake3(saved_fingerprint.encode()).hexdigest()[:24]}.kvcal"
-    return [folder / file_name for folder in data_folders("calibrations")]
 
 
 def _from_saved(

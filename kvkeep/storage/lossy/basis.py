@@ -33,7 +33,10 @@ LOSSY_CODECS: tuple[LossyCodec, ...] = get_args(LossyCodec)
 BASIS_KIND, BASIS_FORMAT = "basis", 1
 BASIS_SUFFIX = ".kvbasis"
 _MAX_COMPONENTS = 2**20
-_ADVICE = "run `kvkeep calibrate FILE` on a text of 9,000 tokens or more, or use exact or zstd"
+_ADVICE = (
+    "run `kvkeep calibrate FILE --basis-only` on a text of 9,000 tokens or more, or use exact or "
+    "zstd"
+)
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,15 @@ def newest_basis(fingerprint: Mapping[str, str]) -> CellBasis:
     )
 
 
+def has_basis(fingerprint: Mapping[str, str]) -> bool:
+    """Whether a model has a basis on this machine in which cells can be written."""
+    try:
+        newest_basis(fingerprint)
+    except (InvalidArgument, StoreError):
+        return False
+    return True
+
+
 def find_basis(digest: str) -> CellBasis:
     """Return the basis that a file names. Raises StoreError if this machine does not have it."""
     paths = [folder / f"{digest}{BASIS_SUFFIX}" for folder in _folders()]
@@ -238,7 +250,7 @@ def find_basis(digest: str) -> CellBasis:
     except StoreError as error:
         raise StoreError(
             f"{error}. Cells are coded with this basis: replace it by a copy from another machine, "
-            "or run `kvkeep calibrate` on the text that it was made from"
+            "or run `kvkeep calibrate --basis-only` on the text that it was made from"
         ) from error
 
 
