@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.compression.methods import best_method
 from kvkeep.evaluate.samples import Fact, Sample
+from kvkeep.session.compression import default_method_name
 from kvkeep.session.session import Session
 
 if TYPE_CHECKING:
@@ -67,6 +69,16 @@ class CompressionSettings:
         return session.compress(
             self.ratio, method, seed=self.seed, calibration=self.calibration, budget=budget
         )
+
+
+def default_method(model: "Model", calibration: "Calibration | None", is_streaming: bool) -> str:
+    """Return the method that `Session.compress`, or an archive if streaming, takes by default."""
+    if is_streaming:
+        calibration = calibration or model.calibration
+    statistics = calibration.statistics if calibration else None
+    if is_streaming:
+        return best_method(statistics)
+    return default_method_name(model.session(policy="full").core.memory, statistics)
 
 
 def parse_method(text: str) -> tuple[str, Any]:

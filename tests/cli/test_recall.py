@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep import load_model
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.main import COMMANDS
+from kvkeep.compression.calibration.stored import add_calibration
+from kvkeep.evaluate.calibrate import calibrate
 from kvkeep.evaluate.datasets import PasskeyDataset
 from kvkeep.evaluate.tasks import TASKS
 
@@ -96,6 +99,40 @@ def test_memory_can_be_compressed_during_prefill(invoke, tiny, tmp_path: Path) -
     assert figures["found_uncompressed"] is not None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "methods"),
+    [
+        ((), ("kvzip", "kvzip")),
+        (("--streaming", "--max-kv-size", 256), ("fitted", "kvzap")),
+        (("--method", "kvzap"), (None, "kvzap")),
+        (("--method", "keydiff"), ("keydiff", "keydiff")),
+    ],
+    ids=["compress", "archive", "kvzap", "keydiff"],
+)
+def test_the_method_is_that_of_compress_or_an_archive(
+    invoke,
+    tiny,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[object, ...],
+    methods: tuple[str | None, str],
+) -> None:
+    """methods: without a stored calibration, None for a refusal; and with one."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    report, asked = tmp_path / "report.json", ("passkey", "--junk", 20, *arguments, *tiny)
+    for is_calibrated, method in enumerate(methods):
+        if is_calibrated:
+            model = load_model(str(tiny_folder), dtype="float32")
+            add_calibration(calibrate(model, [token % 200 + 1 for token in range(1536)]))
+        result = invoke(*asked, "--report", report)
+        assert result.exit_code == (0 if method else 2), result.stderr
+        if method:
+            assert json.loads(report.read_text())["method"] == method
+            assert f"method = {method}\n" in result.stdout
+            assert f"{method}, ratio 2 | " in result.stderr
+
+
 def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
     report = tmp_path / "report.json"
     ctrl_c_at(100)
@@ -135,7 +172,10 @@ def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, 
         (["--report", "/no/such/folder/report.json"], "cannot be written"),
     ],
 )
-def test_bad_input_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
+def test_bad_input_is_refused_before_the_model_loads(
+    invoke, arguments, said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))  # without a calibration
     result = invoke("passkey", *arguments, "-m", "no-such-model")
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -59,10 +59,10 @@ class RecallOptions:
         show_default="1, or one a depth", help="Number of texts, each with other keys."
     )
     seed: int = integer_option(minimum=0, default=0, help="Seed of the keys.")
-    method: str = option(
+    method: str | None = option(
         metavar="NAME[:BUDGET]",
         type=compression.parse_method,
-        default=compression.BEST_METHOD,
+        show_default="as Session.compress, or policy archive",
         help=f"How memory is compressed: {', '.join(compression.METHOD_NAMES)}. "
         "BUDGET: heads or uniform.",
     )
@@ -79,7 +79,10 @@ class RecallOptions:
 
     def check(self, model_options: ModelOptions) -> None:
         """Check what can be checked without the model. Raises UsageError."""
-        compression.check_calibrated([self.method], model_options.calibration)
+        from kvkeep.compression.calibration.stored import has_any_calibration
+
+        if self.method is not None and not has_any_calibration():
+            compression.check_calibrated([self.method], model_options.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
                 "--max-kv-size bounds the cache of --streaming only: add --streaming, or leave it "

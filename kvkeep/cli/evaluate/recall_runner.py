@@ -36,13 +36,17 @@ class RecallRun:
     ratio: float
     output: OutputOptions
     results: list[recall.RecallResult] = field(default_factory=list)
+    method: str = field(init=False)
 
     def run(self) -> None:
         """Measure and print all samples, then report. After an error, report what there is."""
         calibration = load_calibration_file(self.model_options.calibration, self.model)
         options = self.options
+        self.method = options.method or recall.default_method(
+            self.model, calibration, options.streaming
+        )
         compression = recall.CompressionSettings(
-            options.method, self.ratio, options.seed, calibration, options.max_kv_size
+            self.method, self.ratio, options.seed, calibration, options.max_kv_size
         )
         try:
             self._measure(compression)
@@ -77,7 +81,7 @@ class RecallRun:
             num_cells = compression.budget_cells(num_tokens)
         _print(
             f"n_len = {num_tokens + num_question_tokens + recall.EXTRA_TOKENS}, "
-            f"n_ctx = {num_cells}, ratio = {self.ratio:g}, method = {self.options.method}"
+            f"n_ctx = {num_cells}, ratio = {self.ratio:g}, method = {self.method}"
         )
         for fact in sample.facts:
             token_index = len(encode(text[: text.index(fact.sentence)]))
@@ -117,14 +121,14 @@ class RecallRun:
                 say(self._cost_line(summary))
         options = self.options
         if options.plot is not None:
-            title = f"{self.command}, {options.task}: {options.method} at ratio {self.ratio:g}"
+            title = f"{self.command}, {options.task}: {self.method} at ratio {self.ratio:g}"
             write_atomic(options.plot, draw_recall(self.results, title, options.plot.suffix))
         report = {
             "command": self.command,
             "model": self.model.name,
             "task": options.task,
             **self.settings,
-            "method": options.method,
+            "method": self.method,
             "ratio": self.ratio,
             "streaming": options.streaming,
             "seed": options.seed,
@@ -138,7 +142,7 @@ class RecallRun:
         chunk_ms = summary["ms_per_chunk"]
         median = statistics.median(chunk_ms) if chunk_ms else 0
         return (
-            f"{self.options.method}, ratio {self.ratio:g} | "
+            f"{self.method}, ratio {self.ratio:g} | "
             f"{len(chunk_ms)} chunks at {median:.1f} ms | "
             f"cells {summary['cells_before']:,} -> {summary['cells_after']:,} | "
             f"peak RAM {format_mb(peak_rss_bytes())}"
