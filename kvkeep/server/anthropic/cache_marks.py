@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from kvkeep.chat.anthropic_messages import parse_chat
@@ -51,22 +52,24 @@ def find_marks(body: CountTokensRequest) -> list[CacheMark]:
 
     Chat templates write tools into the system text or next to it: a mark of a tool is one of both.
     """
-    marks = [*_preamble_marks(body), *_message_marks(body)]
+    newest_first = islice(_marks_from_end(body), _MAX_MARKS)
+    return [*newest_first][::-1]
+
+
+def _marks_from_end(body: CountTokensRequest) -> Iterator[CacheMark]:
     if body.cache_control:
-        marks.append(CacheMark(_seconds(body.cache_control), None))
-    return marks[-_MAX_MARKS:]
-
-
-def _preamble_marks(body: CountTokensRequest) -> Iterator[CacheMark]:
+        yield CacheMark(_seconds(body.cache_control), None)
+    yield from _message_marks(body)
     preamble = {"system": body.system, "tools": body.tools, **_QUESTION}
-    for system in _marked_beginnings(body.system):
-        yield CacheMark(_seconds(system[-1][_MARK]), {**preamble, "system": system})
     for tools in _marked_beginnings(body.tools):
         yield CacheMark(_seconds(tools[-1][_MARK]), preamble)
+    for system in _marked_beginnings(body.system):
+        yield CacheMark(_seconds(system[-1][_MARK]), {**preamble, "system": system})
 
 
 def _message_marks(body: CountTokensRequest) -> Iterator[CacheMark]:
-    for index, message in enumerate(body.messages):
+    for index in reversed(range(len(body.messages))):
+        message = body.messages[index]
         content = message.get("content")
         for blocks in _marked_beginnings(content):
             messages = [*body.messages[:index], {**message, "content": blocks}]
@@ -76,10 +79,11 @@ def _message_marks(body: CountTokensRequest) -> Iterator[CacheMark]:
 
 
 def _marked_beginnings(blocks: Any) -> Iterator[list[Any]]:
-    """Yield the blocks up to each marked one."""
-    for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
+    """Yield the blocks up to each marked one, the last marked one first."""
+    for end in range(len(blocks) if isinstance(blocks, list) else 0, 0, -1):
+        block = blocks[end - 1]
         if isinstance(block, Mapping) and block.get(_MARK):
-            yield blocks[: index + 1]
+            yield blocks[:end]
 
 
 def _seconds(mark: Any) -> float:
