@@ -141,9 +141,10 @@ class SessionOperations:
     ) -> SessionRecord:
         """Set whether a session is never evicted; return it."""
         record = self._registry.load_existing(name, owner, revision)
-        record.pinned = pinned
-        record.mark_changed()
-        record.mark_unsaved()
+        if record.pinned != pinned:
+            record.pinned = pinned
+            record.mark_changed()
+            record.mark_unsaved()
         return record
 
     def set_title(
@@ -151,9 +152,10 @@ class SessionOperations:
     ) -> SessionRecord:
         """Set the title of a session, None for its name, and return it. It may be busy."""
         record = self._registry.load_existing(name, owner, revision)
-        record.title = title
-        record.mark_changed()
-        self._operation_log.add(record, "title")
+        if record.title != title:
+            record.title = title
+            record.mark_changed()
+            self._operation_log.add(record, "title")
         return record
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:

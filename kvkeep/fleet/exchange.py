@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 import pydantic.dataclasses
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -75,6 +75,20 @@ class WithheldResponse:
         """Send a message at once, for requests that change nothing."""
         self.started = True
         await self._send(message)
+
+    def report_saved(self) -> None:
+        """Set `saved_revision` in a withheld session: it is released once that is committed."""
+        if not self.succeeded or self.headers.get("content-type") != "application/json":
+            return
+        entry = json.loads(b"".join(message.get("body", b"") for message in self._withheld))
+        if entry.get("object") != "session":
+            return
+        body = bytes(JSONResponse({**entry, "saved_revision": entry["revision"]}).body)
+        headers = MutableHeaders(raw=list(self.headers.raw))
+        headers["content-length"] = str(len(body))
+        start = {**self._withheld[0], "headers": headers.raw}
+        self._withheld = [start, {"type": "http.response.body", "body": body}]
+        self._body_parts, self._body_size = [body], len(body)
 
     async def release(self) -> None:
         """Send the withheld messages."""
@@ -250,11 +264,18 @@ def pop_responses(notes: dict[str, Any]) -> list[RecordedResponse]:
     return responses
 
 
+def newest_responses(
+    responses: Sequence[RecordedResponse], added: RecordedResponse | None
+) -> list[RecordedResponse]:
+    """Return the responses to keep: the newest 256, of which 8 have their headers and bodies."""
+    kept = [*responses, *([added] if added else [])][-_MAX_RECORDS:]
+    stripped = [replace(response, body=None, headers=[]) for response in kept[:-_MAX_BODIES]]
+    return [*stripped, *kept[-_MAX_BODIES:]]
+
+
 def response_notes(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
-    """Return notes for a snapshot. Only the newest 8 responses keep their headers and bodies."""
-    older_responses = responses[-_MAX_RECORDS:-_MAX_BODIES]
-    stripped = [replace(response, body=None, headers=[]) for response in older_responses]
-    return {_NOTES_KEY: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}
+    """Return notes for a snapshot."""
+    return {_NOTES_KEY: [asdict(response) for response in responses]}
 
 
 def _digest(*parts: bytes) -> str:

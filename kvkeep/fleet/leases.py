@@ -16,7 +16,13 @@ from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
-from kvkeep.fleet.exchange import RecordedResponse, SessionKey, pop_responses, response_notes
+from kvkeep.fleet.exchange import (
+    RecordedResponse,
+    SessionKey,
+    newest_responses,
+    pop_responses,
+    response_notes,
+)
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
@@ -54,11 +60,15 @@ class LeasedSession:
     lease: Lease
     record: SessionRecord | None = None  # the engine's session; None until it is created
     loaded_revision: int | None = None  # None for a new session
-    responses: list[RecordedResponse] = field(default_factory=list)  # as in `_EngineCopy`
+    responses: list[RecordedResponse] = field(default_factory=list)  # those of the `_EngineCopy`
     is_detached: bool = False  # whether its answer goes on when the client is gone
     stopped: bool = False  # whether its answer was ended before it was complete
-    in_sync: bool = False  # whether the engine's session equals the store's
+    in_sync: bool = False  # whether the engine's session surely equals the store's
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # once the lease is released
+
+    def remember(self, response: RecordedResponse | None) -> None:
+        """Add the response to a request that changed nothing; the next commit stores it."""
+        self.responses[:] = newest_responses(self.responses, response)
 
 
 class SessionLeases:
@@ -150,7 +160,7 @@ class SessionLeases:
             async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
                 copy = await self._load_copy(key, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
-                leased.responses = copy.responses
+                leased.responses, leased.in_sync = copy.responses, True
                 self._being_written[key] = leased
                 yield leased
 
@@ -230,7 +240,7 @@ class SessionLeases:
         """Commit a session with a response to record, and release its lease. Raises StoreError."""
         record = await self._engine_record(leased)
         await self._wait_for_idle_revision(record)
-        responses = [*leased.responses, *([response] if response else [])]
+        responses = newest_responses(leased.responses, response)
         snapshot, revision = await self._call_engine(self._borrowed.snapshot, record)
         snapshot = replace(snapshot, notes={**snapshot.notes, **response_notes(responses)})
         session_path = SessionPath(leased.lease.objects, leased.lease, release_on_commit=True)

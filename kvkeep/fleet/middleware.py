@@ -167,7 +167,7 @@ class SessionMiddleware:
             async with self._leases.creating(session_key) as leased:
                 await self._run_route(exchange.with_json_body({**fields, "name": name}))
                 if exchange.response.succeeded:
-                    await self._leases.commit(leased, RecordedResponse.from_exchange(exchange))
+                    await self._commit(leased, exchange)
         except InvalidArgument:  # the name is taken, perhaps by this request at another server
             if not key_digest or not await self._repeat_creation(exchange, session_key):
                 raise
@@ -176,7 +176,6 @@ class SessionMiddleware:
         """Repeat the response if this very request has created the session before."""
         try:
             async with self._leases.writing(session_key, _RETRY_TIMEOUT_SECONDS) as leased:
-                leased.in_sync = True
                 return await _repeat_response(leased, exchange)
         except NoSuchSession:
             return False
@@ -189,18 +188,26 @@ class SessionMiddleware:
         timeout = _RETRY_TIMEOUT_SECONDS if key_digest else 0.0
         async with leases.writing(exchange.session_key, timeout) as leased:
             if await _repeat_response(leased, exchange):
-                leased.in_sync = True
                 return
             loop, client_gone = asyncio.get_running_loop(), exchange.request.client_gone
             # Another server takes the session: cancel the generation, as a disconnect does.
             leased.lease.on_lost(lambda: loop.call_soon_threadsafe(client_gone.set))
             leased.is_detached = exchange.request.is_detached
+            leased.in_sync = False
             await self._run_route(exchange)
             leased.lease.check()
+            succeeded = exchange.response.succeeded
+            if not await leases.has_changes(leased):
+                leased.in_sync = True
+                if succeeded:
+                    leased.remember(RecordedResponse.from_exchange(exchange))
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
-            is_whole = exchange.response.succeeded
-            if is_whole if key_digest and not leased.stopped else await leases.has_changes(leased):
-                await leases.commit(leased, RecordedResponse.from_exchange(exchange))
+            elif succeeded or leased.stopped or not key_digest:
+                await self._commit(leased, exchange)
+
+    async def _commit(self, leased: LeasedSession, exchange: Exchange) -> None:
+        exchange.response.report_saved()
+        await self._leases.commit(leased, RecordedResponse.from_exchange(exchange))
 
     async def _delete(self, exchange: Exchange) -> None:
         """Delete a session, which may be too damaged to be loaded."""
