@@ -37,7 +37,7 @@ from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.openai import compaction as response_compaction
-from kvkeep.server.security import SecurityMiddleware
+from kvkeep.server.security import OriginMiddleware, SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import (
     aligning,
@@ -105,16 +105,17 @@ def application(
     app.mount("/page", GZipMiddleware(StaticFiles(directory=_PAGE_FOLDER)))
     for error_type in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    inner_app: Any = TransportMiddleware(middleware(NoticesMiddleware(app)))
-    if origins:
-        inner_app = CORSMiddleware(
-            inner_app,
+    inner_app = TransportMiddleware(middleware(NoticesMiddleware(app)))
+    checked_app: Any = SecurityMiddleware(inner_app, service)
+    if origins:  # around the checks: a page of an allowed origin sees their errors
+        checked_app = CORSMiddleware(
+            checked_app,
             allow_origins=list(origins),
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    return SecurityMiddleware(inner_app, service, hosts, origins)
+    return OriginMiddleware(checked_app, service, hosts, origins)
 
 
 @_page_router.get("/")

@@ -1,7 +1,6 @@
 """Checks on every request before any route: Host, Origin, size, API key; and security headers."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -33,20 +32,19 @@ _SECURITY_HEADERS = (
 _FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 
 
-class SecurityMiddleware:
-    """Rejects requests with a wrong Host (DNS rebinding), Origin or key, or that are too large.
+class OriginMiddleware:
+    """Rejects requests with a wrong Host (DNS rebinding) or Origin.
 
     Browsers send an Origin with every page's requests, so those of foreign pages are rejected.
-    Sets `scope["owner"]` to the key's owner.
+    Adds security headers to each response, and counts its status.
     """
 
     def __init__(
         self, app: Any, service: Service, hosts: Collection[str], origins: Collection[str] = ()
     ):
         """hosts: allowed Host headers, without ports. origins: allowed beside the server's own."""
-        self._app, self._keys = app, service.keys
+        self._app, self._status_counts = app, service.status_counts
         self._origins, self._allow_edit = frozenset(origins), service.allow_edit
-        self._status_counts = service.status_counts
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,21 +52,19 @@ class SecurityMiddleware:
             await self._app(scope, receive, send)
             return
         headers = dict(Headers(scope=scope).items())  # the last one of each name
-        exchange = _Exchange(receive, send, self._status_counts)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._status_counts[message["status"]] += 1
+                message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS]
+            await send(message)
+
         try:
             self._check_host_and_origin(scope, headers)
-            _check_length(headers)
-            scope["owner"] = self._authenticate(scope, headers)
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, exchange.send)
-            return
-        if headers.get("content-type", _FORM_CONTENT_TYPE).startswith(_FORM_CONTENT_TYPE):
-            # `curl -d` sends JSON as a form, and no route takes forms.
-            other_headers = [header for header in scope["headers"] if header[0] != b"content-type"]
-            scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
-        await self._app(scope, exchange.receive_limited, exchange.send_unless_rejected)
-        if exchange.rejection is not None:
-            await exchange.rejection.response(scope["path"])(scope, receive, exchange.send)
+            await error.response(scope["path"])(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
@@ -87,6 +83,36 @@ class SecurityMiddleware:
         if from_web_ui and not self._allow_edit and not is_read_only:
             message = "the web UI is read-only; start the server with --allow-edit"
             raise ApiError(403, message, "permission_error", "read_only")
+
+
+class SecurityMiddleware:
+    """Rejects requests with a wrong API key, or that are too large.
+
+    Sets `scope["owner"]` to the key's owner.
+    """
+
+    def __init__(self, app: Any, service: Service):
+        self._app, self._keys = app, service.keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(Headers(scope=scope).items())  # the last one of each name
+        try:
+            _check_length(headers)
+            scope["owner"] = self._authenticate(scope, headers)
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        if headers.get("content-type", _FORM_CONTENT_TYPE).startswith(_FORM_CONTENT_TYPE):
+            # `curl -d` sends JSON as a form, and no route takes forms.
+            other_headers = [header for header in scope["headers"] if header[0] != b"content-type"]
+            scope = {**scope, "headers": [*other_headers, (b"content-type", b"application/json")]}
+        exchange = _Exchange(receive, send)
+        await self._app(scope, exchange.receive_limited, exchange.send_unless_rejected)
+        if exchange.rejection is not None:
+            await exchange.rejection.response(scope["path"])(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[str, str]) -> str | None:
         """Return the owner, or None for a public path without one. Raises ApiError (401)."""
@@ -123,14 +149,13 @@ def _without_port(host: str) -> str:
 
 
 class _Exchange:
-    """One request: limits the size and the time of its body; counts its response's status.
+    """One request: limits the size and the time of its body.
 
-    Adds headers to the response. rejection: the error for a body beyond the limits, if it can still
-    be sent.
+    rejection: the error for a body beyond the limits, if it can still be sent.
     """
 
-    def __init__(self, receive: Receive, send: Send, status_counts: Counter[int]):
-        self._receive, self._send, self._status_counts = receive, send, status_counts
+    def __init__(self, receive: Receive, send: Send):
+        self._receive, self._send = receive, send
         self._received_bytes, self._body_complete, self._response_started = 0, False, False
         self._start = asyncio.get_running_loop().time()
         self.rejection: ApiError | None = None
@@ -159,10 +184,4 @@ class _Exchange:
     async def send_unless_rejected(self, message: Message) -> None:
         if self.rejection is None:  # a response to a part of the body is discarded
             self._response_started = True
-            await self.send(message)
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status_counts[message["status"]] += 1
-            message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS]
-        await self._send(message)
+            await self._send(message)

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from server.conftest import RunningServer, running_server
+from starlette.testclient import TestClient
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.app import application
 from kvkeep.server.key_file import add_key, hash_key, hash_keys_in_place
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.limits import MAX_BODY_BYTES
+from kvkeep.server.service import Service
 from kvkeep.session.alignment import AlignmentOptions
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
@@ -117,6 +121,39 @@ def test_unknown_origins_are_refused_by_cors(server: RunningServer) -> None:
     with server.client() as client:
         response = client.get("/health", headers={"Origin": "http://evil.example"})
         assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "content"),
+    [
+        (200, {"Authorization": f"Bearer {ONE}"}, b'{"content": "a"}'),
+        (400, {"Authorization": f"Bearer {ONE}"}, b"{"),
+        (401, {"Authorization": "Bearer wrong"}, b'{"content": "a"}'),
+        (413, {"Content-Length": str(MAX_BODY_BYTES + 1)}, b"{}"),
+        (413, {"Authorization": f"Bearer {ONE}"}, [b" " * 2**20] * (MAX_BODY_BYTES // 2**20 + 1)),
+    ],
+)
+def test_a_page_of_an_allowed_origin_sees_errors(
+    server: RunningServer, status: int, headers: dict[str, str], content: Any
+) -> None:
+    origin = "https://app.example"
+    service = Service(server.service.engine, "smollm2", ApiKeys((ONE,)))
+    app = application(service, origins=(origin,))
+    with TestClient(app, base_url="http://localhost", headers={"Origin": origin}) as client:
+        body = content if isinstance(content, bytes) else iter(content)
+        response = client.post("/tokenize", content=body, headers=headers)
+        asked = {"Access-Control-Request-Method": "POST"}
+        preflight = client.options("/tokenize", headers=asked)
+        foreign = client.post("/tokenize", headers={"Origin": "https://evil.example"})
+    assert response.status_code == status, response.text
+    assert response.headers["access-control-allow-origin"] == origin
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == origin
+    assert foreign.status_code == 403
+    assert "access-control-allow-origin" not in foreign.headers
+    for each in (response, preflight, foreign):
+        assert each.headers.get_list("x-content-type-options") == ["nosniff"]
+    assert service.status_counts == {**Counter([status, 200, 403])}
 
 
 def test_requests_without_a_valid_key_are_refused(smollm2: Model, tmp_path: Path) -> None:
