@@ -151,6 +151,14 @@ def test_rewind_within_the_ring_shortens_the_window_until_it_fills_again() -> No
     assert session.cache.cells == 5
 
 
+def test_a_rewind_beyond_the_text_names_its_length() -> None:
+    session = MODEL.session(max_kv_size=100, keep=4)
+    session.feed(TEXT)
+    expected = f"^rewind takes 0 to {len(TEXT)} tokens; found {len(TEXT) + 1}$"
+    with pytest.raises(InvalidArgument, match=expected):
+        session.rewind(len(TEXT) + 1)
+
+
 def test_a_larger_keep_pins_the_oldest_cells_still_held() -> None:
     session = MODEL.session(max_kv_size=24, keep=4)
     session.feed(TEXT)

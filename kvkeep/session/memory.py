@@ -135,11 +135,14 @@ class Memory:
         if count == 0:
             return
         rewindable, total, maximum = self.num_rewindable, len(self.tokens), self.max_rewind
-        if not 0 <= count <= maximum:
-            raise InvalidArgument(
-                f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
-                f"{rewindable} are in the cache without a gap, and one must remain"
-            )
+        if 0 <= count <= maximum:
+            return
+        if maximum == total:
+            raise InvalidArgument(f"rewind takes 0 to {total} tokens; found {count}")
+        raise InvalidArgument(
+            f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
+            f"{rewindable} are in the cache without a gap, and one must remain"
+        )
 
     @property
     def num_held(self) -> int:

@@ -98,8 +98,11 @@ def test_an_empty_prompt_is_refused_before_a_stream_starts(
     server: RunningServer, streamed: bool
 ) -> None:
     with server.client() as client:
-        body = {"prompt": "", "stream": streamed}
-        assert client.post("/v1/completions", json=body).status_code == 400
+        for prompt in ("", [], [[]], ["a", ""]):
+            body = {"prompt": prompt, "stream": streamed}
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 400
+            assert "a prompt is empty" in response.json()["error"]["message"]
         name = client.post("/v1/sessions", json={}).json()["name"]
         params = client.post(f"/v1/sessions/{name}/generate", json={"stream": streamed})
         assert params.status_code == 400

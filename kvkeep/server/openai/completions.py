@@ -88,9 +88,15 @@ class CompletionRequest(CompletionParams, OwnFields):
         return prompts
 
     def encode_prompts(self, tokenizer: TextCodec) -> list[EncodedPrompt]:
-        """Encode each prompt. Raises UnsupportedModel for a suffix that the model cannot take."""
+        """Encode each prompt.
+
+        Raises InvalidArgument for an empty one, UnsupportedModel for a suffix that the model cannot
+        take.
+        """
         prompts = [EncodedPrompt.of(prompt, tokenizer) for prompt in self.prompts()]
         if not self.suffix:
+            if not all(prompt.ids for prompt in prompts):
+                raise InvalidArgument("a prompt is empty: send a text or token ids")
             return prompts
         fim, result = FillInMiddle.of(tokenizer), []
         for given, prompt in zip(self.prompts(), prompts, strict=True):
