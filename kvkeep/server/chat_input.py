@@ -2,7 +2,7 @@
 
 import re
 from asyncio import to_thread, wrap_future
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -188,22 +188,26 @@ class ChatInput:
 
 async def chat_input(
     context: RequestContext,
-    chat: Chat,
+    parse: Callable[[], Chat],
     options: RenderOptions = RenderOptions(),  # noqa: B008 (frozen)
     restore_reasoning: bool = True,
 ) -> ChatInput:
     """Render a conversation with the model's chat template. Raises as `ChatRenderer.render`.
 
+    parse: returns the conversation; called in a thread, as a long one would block the event loop.
     The service's prompt rules change it first. The response's headers name the rules that did, and
     what the template cannot take. Answers that the server generated for the owner are in the tokens
     that the model sampled. restore_reasoning: with their reasoning, where the client dropped it.
     """
-    chat, rules = context.service.ruled(context.owner, chat)
-    context.notices.add_rules(*rules)
     renderer = context.service.model.renderer
     written = context.engine.written
     find_written = partial(written.find, context.owner, restore_reasoning=restore_reasoning)
-    # A long text would block the loop.
-    prompt = await to_thread(renderer.render, chat, options, find_written)
+
+    def render() -> tuple[Chat, tuple[str, ...], RenderedPrompt]:
+        chat, rules = context.service.ruled(context.owner, parse())
+        return chat, rules, renderer.render(chat, options, find_written)
+
+    chat, rules, prompt = await to_thread(render)
+    context.notices.add_rules(*rules)
     context.notices.warn(*prompt.warnings)
     return ChatInput(chat, prompt, renderer, context)

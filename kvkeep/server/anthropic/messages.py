@@ -127,7 +127,7 @@ async def _edited_input(
 
     The field is only there if the request has `context_management`.
     """
-    chat, options = body.chat(), body.render_options()
+    chat, options = await to_thread(body.chat), body.render_options()
     edits, unknown = parse_edits(body.context_management)
     context.notices.ignore(*(f"context_management.edits.{name}" for name in unknown))
     applied: list[dict[str, Any]] = []
@@ -141,7 +141,7 @@ async def _edited_input(
     has_field = body.context_management is not None
     field = {"context_management": {"applied_edits": applied}} if has_field else {}
     restore_reasoning = not clears_thinking(applied)
-    return await chat_input(context, chat, options, restore_reasoning), field
+    return await chat_input(context, lambda: chat, options, restore_reasoning), field
 
 
 class _AnswerReader:
@@ -183,5 +183,5 @@ async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[st
     count = {"input_tokens": len(prompt.ids)}
     if not edited:
         return count
-    whole = await chat_input(context, body.chat(), body.render_options())
+    whole = await chat_input(context, body.chat, body.render_options())
     return {**count, "context_management": {"original_input_tokens": len(whole.ids)}}

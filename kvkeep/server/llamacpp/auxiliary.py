@@ -82,8 +82,8 @@ async def apply_template(body: TemplateRequest, context: ContextDep) -> dict[str
         reasoning_effort=body.reasoning_effort,
         template_kwargs=body.chat_template_kwargs or {},
     )
-    chat = await chat_input(context, parse_chat(body.model_dump()), options)
-    return {"prompt": str(chat.prompt.text)}
+    prompt = await chat_input(context, lambda: parse_chat(body.model_dump()), options)
+    return {"prompt": str(prompt.prompt.text)}
 
 
 @router.get("/props")

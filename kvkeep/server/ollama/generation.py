@@ -37,7 +37,7 @@ async def chat(body: OllamaChatRequest, context: ContextDep) -> Response:
     OLLAMA_RULES.check(body, context.notices)
     if not body.messages:
         return _loaded_response(body, answer)
-    prompt = await chat_input(context, body.chat(), body.render_options())
+    prompt = await chat_input(context, body.chat, body.render_options())
     samplings = _options(body).samplings(context.default_sampling)
     request = _generation_request(body, prompt.ids, context)
     request = replace(request, written_tokens=prompt.written_tokens, title=prompt.title)
@@ -63,7 +63,7 @@ async def generate(body: OllamaGenerateRequest, context: ContextDep) -> Response
         return _loaded_response(body, answer)
     samplings = _options(body).samplings(context.default_sampling)
     if not body.raw and not body.suffix:
-        prompt = await chat_input(context, body.chat(), body.render_options())
+        prompt = await chat_input(context, body.chat, body.render_options())
         request = _generation_request(body, [*(body.context or ()), *prompt.ids], context)
         prompt, samplings = await prompt.constrain(
             samplings, body.output_schema, reasoning_budget=body.reasoning_budget

@@ -31,7 +31,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     CHAT_RULES.check(body, context.notices)
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
     schema = body.output_schema()
-    prompt = await chat_input(context, body.chat(), body.render_options())
+    prompt = await chat_input(context, body.chat, body.render_options())
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(
@@ -76,7 +76,7 @@ def _choice(
 @router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
 async def input_tokens(body: ChatRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of the messages without evaluating them."""
-    prompt = await chat_input(context, body.chat(), body.render_options())
+    prompt = await chat_input(context, body.chat, body.render_options())
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 

@@ -13,6 +13,7 @@ from asyncio import to_thread, wrap_future
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvkeep.chat.compaction_items import (
@@ -117,7 +118,7 @@ async def compact_conversation(
 
     items: without compaction items. body: the request with its instructions and tools.
     """
-    kept, handle = kept_items(items), new_handle()
+    kept, handle = await to_thread(kept_items, items), new_handle()
     whole_ids = await _encode(body, items, context)
     kept_ids = await _encode(body, kept, context)
     system_end = common_prefix_length(kept_ids, await _encode(body, input_items("-"), context))
@@ -130,7 +131,7 @@ async def compact_conversation(
         with suppress(KvkeepError):
             await wrap_future(context.engine.delete(handle, context.owner))
     await _drop_oldest(context)
-    item = compaction_item(CompactedHistory(handle, tuple(kept)))
+    item = await to_thread(compaction_item, CompactedHistory(handle, tuple(kept)))
     return CompactedConversation(item, len(whole_ids), len(kept_ids))
 
 
@@ -172,13 +173,13 @@ async def _encode(
     body: ResponsesRequest, items: Sequence[Any], context: RequestContext
 ) -> list[int]:
     """Return the tokens of a conversation, up to the end of its last message."""
-    chat = parse_chat({**body.model_dump(include=_PROMPT_FIELDS), "input": list(items)})
+    parse = partial(parse_chat, {**body.model_dump(include=_PROMPT_FIELDS), "input": list(items)})
     options = RenderOptions(
         continue_final=False,
         generation_prompt=False,
         template_kwargs=body.render_options().variables(),
     )
-    return (await chat_input(context, chat, options)).ids
+    return (await chat_input(context, parse, options)).ids
 
 
 async def _compact_cells(

@@ -137,10 +137,9 @@ async def _prompt_of(
 ) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
     """Return the same as `_prompt`, for the items of a conversation."""
     expanded, handle = await expand_items(items, context)
-    chat = parse_chat(
-        {**body.model_dump(include={"instructions", "tools", "tool_choice"}), "input": expanded}
-    )
-    return items, await chat_input(context, chat, body.render_options()), handle
+    fields = body.model_dump(include={"instructions", "tools", "tool_choice"})
+    parse = partial(parse_chat, {**fields, "input": expanded})
+    return items, await chat_input(context, parse, body.render_options()), handle
 
 
 async def _exceeds_threshold(

@@ -1,7 +1,7 @@
 """Stored responses: the notes of their sessions, their items, and conversations that go on."""
 
 import re
-from asyncio import wrap_future
+from asyncio import to_thread, wrap_future
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ async def store_response(
     response: Mapping[str, Any], items: Sequence[Mapping[str, Any]], context: RequestContext
 ) -> None:
     """Store a response and the items that it answers in the notes of its session."""
-    stored = [_stored_item(item) for item in items]
+    stored = await to_thread(lambda: [_stored_item(item) for item in items])
     notes = {_RESPONSE_NOTE: dict(response), _ITEMS_NOTE: stored}
     set_notes = partial(context.engine.set_notes, response["id"], context.owner, notes)
     try:

@@ -253,7 +253,7 @@ async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     if body.messages is None:
         ids = await to_thread(body.encode, model, notices, True)
     else:
-        prompt = await chat_input(context, body.chat(), RenderOptions(continue_final=False))
+        prompt = await chat_input(context, body.chat, RenderOptions(continue_final=False))
         ids, written = tuple(prompt.ids), prompt.written_tokens
     if not ids:
         raise ApiError(400, "send text, tokens or messages")
