@@ -165,6 +165,7 @@ def test_a_slot_file_must_be_a_plain_name(client: httpx.Client, name: str) -> No
         ("/tokenize", {}),
         ("/tokenize", {"content": 5}),
         ("/detokenize", {"tokens": [-5]}),
+        ("/detokenize", {"tokens": [1, 99_999_999, 5]}),
         ("/detokenize", {"tokens": ["a"]}),
         ("/apply-template", {"messages": []}),
         ("/slots/0?action=explode", {}),

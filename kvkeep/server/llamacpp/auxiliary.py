@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Path, Query
 from pydantic import Field
 
+from kvkeep import validation
 from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import NoSuchSession, UnsupportedModel
@@ -55,7 +56,8 @@ async def tokenize(body: TokenizeRequest, context: ContextDep) -> dict[str, Any]
     ids = [*tokenizer.opening_ids, *ids] if body.add_special else ids
     if not body.with_pieces:
         return {"tokens": ids}
-    return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]}
+    pieces = await to_thread(lambda: [_piece(tokenizer, token) for token in ids])
+    return {"tokens": [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]}
 
 
 def _piece(tokenizer: TextCodec, token: int) -> str | list[int]:
@@ -69,8 +71,13 @@ def _piece(tokenizer: TextCodec, token: int) -> str | list[int]:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, context: ContextDep) -> dict[str, str]:
-    """Decode token ids."""
-    return {"content": context.tokenizer.decode(body.tokens)}
+    """Decode token ids. One outside the vocabulary is refused."""
+    vocab_size = context.service.model.spec.vocab_size
+
+    def decode() -> str:
+        return context.tokenizer.decode(validation.token_ids("tokens", body.tokens, vocab_size))
+
+    return {"content": await to_thread(decode)}
 
 
 @router.post("/apply-template")
