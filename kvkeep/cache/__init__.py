@@ -1,6 +1,6 @@
 """The KV cache: segments, position maps, attention over segments. Pure torch."""
 
-from kvkeep.cache.attention import AttentionConfig
+from kvkeep.cache.attention import AttentionConfig, softcapped
 from kvkeep.cache.block import NO_TOKEN, Block, Cells
 from kvkeep.cache.cache import KVCache
 from kvkeep.cache.layout import BITS, Bits, Layout
@@ -33,4 +33,5 @@ __all__ = [
     "Window",
     "merge_segments",
     "merge_small_segments",
+    "softcapped",
 ]

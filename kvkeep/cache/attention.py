@@ -195,8 +195,7 @@ def attend_densely(
     in bfloat16 a large product would be off by a tenth or more.
     """
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = softcapped(scores, softcap)
     if causal:
         is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(is_hidden, MASK_BIAS)
@@ -205,6 +204,11 @@ def attend_densely(
     log_sum = scores.logsumexp(-1)
     weights = (scores - log_sum.unsqueeze(-1)).exp()
     return PartialAttention(torch.matmul(weights.to(values.dtype), values), log_sum)
+
+
+def softcapped(products: Tensor, softcap: float) -> Tensor:
+    """Return the logits of scaled products: `softcap * tanh(x / softcap)`; x for a softcap of 0."""
+    return softcap * torch.tanh(products / softcap) if softcap else products
 
 
 def combine(parts: list[PartialAttention]) -> PartialAttention:

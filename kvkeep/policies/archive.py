@@ -253,6 +253,7 @@ class Archive(Policy):
             Candidates,
             rope=cache.rope,
             scale=cache.scale,
+            softcap=cache.attention.softcap,
             queries=cache.observer.queries() if cache.observer else None,
             statistics=self.statistics,
             seed=self.seed + cache.serial,

@@ -325,7 +325,14 @@ def _without_compressed(memory: Memory) -> Memory:
 def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
     cache, (segment, _, first, count) = memory.cache, run
     cells = segment.view(first, count).dequantise(cache.layout.dtype)
-    return Candidates(cells, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
+    return Candidates(
+        cells,
+        cache.rope,
+        cache.scale,
+        statistics=plan.statistics,
+        seed=plan.seed,
+        softcap=cache.attention.softcap,
+    )
 
 
 def _compress_repeats(

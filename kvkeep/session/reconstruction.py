@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, KVCache, Queries, Segment
+from kvkeep.cache import NO_TOKEN, AttentionConfig, KVCache, Queries, Segment, softcapped
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import ChunkStep
 from kvkeep.compression.methods.base import ReconstructionScore
@@ -161,11 +161,11 @@ def _score_chunk(
         rotated = prefix.rope.rotate_layers(queries, query_rotation)
         cells = cells.dequantise(rotated.dtype)
         if norms is None:
-            scores.append(_largest_log_weights(cells.keys, rotated, log_sums, step.attention.scale))
+            scores.append(_largest_log_weights(cells.keys, rotated, log_sums, step.attention))
             continue
         group_size = log_sums.shape[1] // cells.keys.shape[1]
         keys = cells.keys.repeat_interleave(group_size, 1)  # each query head has its own projection
-        head_scores = _largest_log_weights(keys, rotated, log_sums, step.attention.scale)
+        head_scores = _largest_log_weights(keys, rotated, log_sums, step.attention)
         head_scores += memory.decoder.value_norms(cells.values).log()
         scores.append(head_scores.view(len(keys), -1, group_size, len(cells)).amax(2))
     return torch.cat(scores, -1), step.queries[:, len(prompt) :]
@@ -195,7 +195,9 @@ def _evaluate(
     return step, None if norms is None else norms[spec.layers_with_cells(spec.groups[0])]
 
 
-def _largest_log_weights(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+def _largest_log_weights(
+    keys: Tensor, queries: Tensor, log_sums: Tensor, attention: AttentionConfig
+) -> Tensor:
     """Return the log of each key's largest softmax weight of any query, `[layers, kv_heads, m]`.
 
     That is the largest `q k scale - log_sum`: one product, with the log-sum in two more dimensions.
@@ -204,11 +206,29 @@ def _largest_log_weights(keys: Tensor, queries: Tensor, log_sums: Tensor, scale:
     log_sums: `[layers, heads, n]`, the logarithm of each query's softmax denominator.
     """
     layers, kv_heads, count, head_dim = keys.shape
+    if attention.softcap:
+        return _largest_softcapped(keys, queries, log_sums, attention)
     ones = keys.new_ones(layers, kv_heads, count, 2)
-    offset = (-log_sums / scale).unsqueeze(-1)
+    offset = (-log_sums / attention.scale).unsqueeze(-1)
     rounded_offset = offset.to(keys.dtype)
     rounding_error = (offset - rounded_offset).to(keys.dtype)  # of bfloat16
     rows = torch.cat((queries.transpose(1, 2), rounded_offset, rounding_error), -1)
     rows = rows.reshape(layers, kv_heads, -1, head_dim + 2)
     largest, _ = most_similar(torch.cat((keys, ones), -1), rows)
-    return largest * scale
+    return largest * attention.scale
+
+
+def _largest_softcapped(
+    keys: Tensor, queries: Tensor, log_sums: Tensor, attention: AttentionConfig
+) -> Tensor:
+    """Return what `_largest_log_weights` does, for softcapped logits.
+
+    A product is capped before the log-sum is subtracted from it, so the two are not one product.
+    """
+    kv_heads, largest = keys.shape[1], list[Tensor]()
+    for layer_keys, layer_queries, sums in zip(keys, queries, log_sums, strict=True):
+        rows = layer_queries.transpose(0, 1).float().reshape(kv_heads, -1, keys.shape[-1])
+        products = layer_keys.float() @ rows.mT * attention.scale
+        logits = softcapped(products, attention.softcap)
+        largest.append((logits - sums.reshape(kv_heads, 1, -1)).amax(-1))
+    return torch.stack(largest)

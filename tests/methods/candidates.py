@@ -18,7 +18,12 @@ HEAD_INDICES = [(layer, head) for layer in range(LAYERS) for head in range(KV_HE
 
 
 def random_candidates(
-    count: int, seed: int = 0, compressed: bool = False, queries: int = 0, statistics: bool = False
+    count: int,
+    seed: int = 0,
+    compressed: bool = False,
+    queries: int = 0,
+    statistics: bool = False,
+    softcap: float = 0.0,
 ) -> Candidates:
     """Return random cells at positions 7, 9, 11, ..., or at random ones per KV head if compressed.
 
@@ -50,7 +55,14 @@ def random_candidates(
         )
     reconstruction_scores = torch.randn(shape, generator=random)
     return Candidates(
-        cells, ROPE, SCALE, observed, measured, seed, reconstruction=reconstruction_scores
+        cells,
+        ROPE,
+        SCALE,
+        observed,
+        measured,
+        seed,
+        reconstruction=reconstruction_scores,
+        softcap=softcap,
     )
 
 
@@ -91,7 +103,10 @@ def attention_shares(
             weights = []
             for cell in range(n):
                 product = float(query @ candidates.cells.keys[layer, head, cell].double())
-                logit = product * candidates.scale + bias_of(candidates, layer, head, cell)
+                logit = product * candidates.scale
+                if candidates.softcap:
+                    logit = candidates.softcap * math.tanh(logit / candidates.softcap)
+                logit += bias_of(candidates, layer, head, cell)
                 visible = position(candidates, layer, head, cell) <= time
                 weights.append(math.exp(logit) if visible else 0.0)
             total = sum(weights) or 1.0

@@ -53,7 +53,8 @@ class QuerySums:
         first = cache.cells - 2 * step_tokens
         if first >= 0:
             parts = [cells for s, cells in cache.read(first, step_tokens) if not s.is_anchor]
-            candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
+            cells, softcap = Cells.concatenate(parts), cache.attention.softcap
+            candidates = Candidates(cells, cache.rope, cache.scale, softcap=softcap)
             trial_queries, trial_cells = queries.every(QUERY_STRIDE), len(candidates) // TRIAL_RATIO
             for cosine_errors, cosine in zip(self.errors, COSINES, strict=True):
                 remaining_cells = Fitted(cosine).compress(candidates, trial_cells).cells

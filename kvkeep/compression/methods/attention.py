@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.cache import Cells, Queries
+from kvkeep.cache import Cells, Queries, softcapped
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.compression.methods.statistics import Statistics
@@ -64,7 +64,7 @@ class ExpectedAttention(Eviction):
 
     Devoto et al., arXiv:2510.00636. Future queries are modelled as normally distributed, with the
     mean and covariance of the observed queries or of a calibration, and with the mean rotation of
-    the next 512 positions.
+    the next 512 positions. A softcap of logits is left out.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -119,6 +119,7 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     rotated = rope.rotate_layers(queries.vectors.float().unsqueeze(-2), rotation).squeeze(-2)
     grouped_queries = group_by_kv_head(rotated, kv_heads)
     products = (grouped_queries @ cells.keys.float().transpose(-1, -2)) * candidates.scale
+    products = softcapped(products, candidates.softcap)
     result = products.view(*products.shape[:2], -1, len(queries), len(cells))
     if cells.bias is not None:
         result += cells.bias[:, :, None, None]

@@ -31,7 +31,7 @@ class Candidates:
 
     Attributes:
         cells: n cells, oldest first.
-        rope, scale: of the cache's attention.
+        rope, scale, softcap: of the cache's attention.
         queries: the newest observed queries, of the cells' tokens or later ones; None if the cache
             did not observe any.
         statistics: of the model, from a calibration; None without one.
@@ -52,6 +52,7 @@ class Candidates:
     ageing: bool = False
     reconstruction: Tensor | None = None
     newest_position: int | None = None
+    softcap: float = 0.0
 
     def __len__(self) -> int:
         return len(self.cells)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvkeep.cache import softcapped
 from kvkeep.compression.methods.clusters import MIN_SHARE, Clusters, HeadCells, MeanCells
 
 RIDGE = 1e-2  # penalty of a fitted value's distance from the mean, relative to the mean square
@@ -26,7 +27,7 @@ class QueriedCells:
         bias = bias.unsqueeze(1)
         if not softcap:
             return torch.baddbmm(bias, self.queries, keys.float().mT)
-        return softcap * torch.tanh(self.queries @ keys.float().mT / softcap) + bias
+        return softcapped(self.queries @ keys.float().mT, softcap) + bias
 
     def evicted_rows(self) -> Tensor:
         """Return the values of evicted cells and a 1, `[heads, n, head_dim + 1]`; 0 of others."""
