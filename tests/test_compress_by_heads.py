@@ -123,6 +123,18 @@ def test_the_highest_scores_over_all_heads_are_kept(method: str) -> None:
         assert not head_cells.bias.any()
 
 
+def test_a_method_does_not_use_the_scores_that_compaction_stored() -> None:
+    session = fed(800)
+    session.compact(400)
+    (before,) = ragged_cells(session)
+    assert before.scores is not None
+    session.compress(2.0, "knorm", budget="heads", recent=session.cache.cells - len(before) - 4)
+    (after,) = ragged_cells(session)
+    norms, kept_norms = (cells.keys.norm(dim=-1).sort().values for cells in (before, after))
+    assert 0 < len(kept_norms) < len(norms)
+    assert torch.equal(kept_norms, norms[: len(kept_norms)])
+
+
 def test_heads_keep_different_counts_and_memory_falls_by_the_ratio() -> None:
     session = fed(800)
     before = session.cache.nbytes

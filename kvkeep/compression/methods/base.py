@@ -208,7 +208,10 @@ class CellwiseEviction(Eviction):
     def score(self, candidates: Candidates) -> Tensor:
         cells = candidates.cells
         stored_scores = cells.scores if isinstance(cells, RaggedCells) else None
-        return self.cell_score(candidates) if stored_scores is None else stored_scores
+        # An archive stores scores of its own method; compaction those of reconstruction.
+        if candidates.ageing and stored_scores is not None:
+            return stored_scores
+        return self.cell_score(candidates)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
