@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from methods.candidates import HEAD_INDICES, KV_HEADS, WIDTH, position, random_candidates, rotated
+from methods.candidates import (
+    HEAD_INDICES,
+    KV_HEADS,
+    WIDTH,
+    bias_of,
+    position,
+    random_candidates,
+    rotated,
+)
 
 from kvkeep.compression.methods import make_method
 from kvkeep.compression.methods.base import Candidates
@@ -40,6 +48,10 @@ def test_a_run_becomes_one_cell_at_its_last_position(
             key, value = weighted_sum(candidates, layer, head, run, run_weights, target_position)
             torch.testing.assert_close(result.cells.keys[layer, head, index], key)
             torch.testing.assert_close(result.cells.values[layer, head, index], value)
+            biases = torch.tensor([bias_of(candidates, layer, head, cell) for cell in run])
+            mass = (biases.exp() * torch.tensor(run_weights)).sum() / sum(run_weights)
+            assert result.cells.bias is not None
+            torch.testing.assert_close(result.cells.bias[layer, head, index], mass.log())
 
 
 def weighted_sum(
@@ -65,6 +77,8 @@ def test_compressing_to_the_same_count_changes_nothing(name: str) -> None:
     cells = make_method(name).compress(candidates, 11).cells
     torch.testing.assert_close(cells.keys, candidates.cells.keys)
     assert torch.equal(cells.values, candidates.cells.values)
+    assert cells.bias is not None
+    assert not cells.bias.any()
 
 
 def test_pick_heads_takes_cell_h_modulo_run_length_in_kv_head_h() -> None:

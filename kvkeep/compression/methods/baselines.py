@@ -75,6 +75,9 @@ class RunMerging(Method):
     All three kinds are from llama.cpp's pull request 5719, which reports that they fail: averaging
     blurs distinct keys. If a key stands out by a logit gap D, its average with another keeps
     2 e^(-D/2) / (1 + e^-D) of its share of attention: 27% at a gap of 4.
+
+    A merged cell's bias is the log of the mean mass of its cells, by the same weights: 0, unless
+    some of them have biases of an earlier compression.
     """
 
     @abstractmethod
@@ -103,7 +106,8 @@ class RunMerging(Method):
         merged_keys = merge(keys).to(cells.keys.dtype)
         merged_values = merge(cells.values.float()).to(cells.values.dtype)
         serials = torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu")
-        bias = torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device)
+        masses = candidates.bias.exp().unsqueeze(-1)
+        bias = (merge(masses) / merge(torch.ones_like(masses))).log().squeeze(-1)
         merged_cells = Cells(merged_keys, merged_values, positions, serials, bias)
         return CompressionResult(merged_cells, merged=float(total - count))
 
