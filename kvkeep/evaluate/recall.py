@@ -129,6 +129,7 @@ def measure_streaming_compression(
         method=method,
         budget=budget,
         ratio=settings.ratio,
+        seed=settings.seed,
         calibration=settings.calibration,
     )
     report = archive_session.feed(ids)

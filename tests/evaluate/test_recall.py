@@ -79,6 +79,18 @@ def test_compression_during_prefill_leaves_the_uncompressed_session_alone() -> N
     assert result.chunks
 
 
+def test_random_methods_take_the_seed_in_streams_too() -> None:
+    sample = PasskeyDataset(junk=25).sample(0)
+    settings = CompressionSettings("random", 4, max_kv_size=1024)
+    answers = [
+        measure_streaming_compression(
+            MODEL, sample, dataclasses.replace(settings, seed=seed)
+        ).compressed.log_probability
+        for seed in (0, 0, 1)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
 def test_a_text_too_long_for_the_model_is_measured_compressed_only() -> None:
     model = small_model(max_positions=1024)
     sample = PasskeyDataset(junk=15).sample(0)
