@@ -88,6 +88,28 @@ def test_a_grid_has_one_haystack_and_records_it(invoke, tiny, tmp_path: Path) ->
     assert "haystack is 'docstrings' in one and 'manual' in the other" in other.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [("calibration_digest", "0" * 64), ("prefill_step", 64), ("kvkeep", "0.1.0")],
+)
+def test_a_grid_of_another_calibration_step_or_release_is_not_continued(
+    invoke, tiny, tmp_path: Path, name: str, earlier: object
+) -> None:
+    out, calibration = tmp_path / "grid.json", tmp_path / "my.kvcal"
+    text = "The sea is wide and the night is long; nobody knows how long. " * 110
+    made = invoke("calibrate", "-", "-o", calibration, "-q", *tiny, input=text)
+    assert made.exit_code == 0, made.stderr
+    asked = ("grid", *SMALL, "--tasks", "several", "--samples", 1, "--calibration", calibration)
+    assert invoke(*asked, "--out", out, *tiny).exit_code == 0
+    content = json.loads(out.read_text())
+    assert content["about"][name]
+    content["about"][name] = earlier
+    out.write_text(json.dumps(content))
+    refused = invoke(*asked, "--out", out, "--resume", *tiny)
+    assert refused.exit_code == 2
+    assert f"{name} is {earlier!r} in one" in refused.stderr
+
+
 def test_older_files_without_a_haystack_are_of_the_manual(invoke, tiny, tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "needle", "--out", out, *tiny)

@@ -19,9 +19,11 @@ from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
 from kvkeep.evaluate.haystack import MANUAL
 from kvkeep.evaluate.plots import draw_grid
 from kvkeep.storage.files.atomic import write_atomic, write_json
+from kvkeep.version import __version__
 
 if TYPE_CHECKING:
     from kvkeep import Model
+    from kvkeep.compression.calibration.calibration import Calibration
     from kvkeep.evaluate.grid import Grid
 
 
@@ -53,12 +55,16 @@ def grid(
     check_calibrated(plan.methods, options.calibration)
     passkey_datasets = plan.passkey_datasets()
     model = options.load(not no_progress)
-    grid_results = _open_grid(files.out, plan, options, model.name)
+    calibration = load_calibration_file(options.calibration, model)
+    digest = calibration.digest if calibration else None
+    grid_results = _open_grid(files.out, plan, options, model.name, digest)
     try:
         datasets = dict(passkey_datasets)
         if any(task not in passkey_datasets for task in plan.tasks):
             datasets |= plan.text_datasets(load_haystack(plan.haystack, model))
-        _measure(grid_results, model, plan, options, datasets, files.out, progress=not no_progress)
+        _measure(
+            grid_results, model, calibration, plan, options, datasets, files.out, not no_progress
+        )
     finally:
         if grid_results.results:
             _show(grid_results, files)
@@ -67,6 +73,7 @@ def grid(
 def _measure(
     grid: "Grid",
     model: "Model",
+    calibration: "Calibration | None",
     plan: GridOptions,
     options: ModelOptions,
     datasets: Mapping[str, Dataset],
@@ -79,7 +86,6 @@ def _measure(
     """
     from kvkeep.evaluate.grid import measure_sample
 
-    calibration = load_calibration_file(options.calibration, model)
     total = plan.samples * len(plan.tasks)
     with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
@@ -97,7 +103,11 @@ def _measure(
 
 
 def _open_grid(
-    out: Path | None, plan: GridOptions, options: ModelOptions, model_name: str
+    out: Path | None,
+    plan: GridOptions,
+    options: ModelOptions,
+    model_name: str,
+    calibration_digest: str | None,
 ) -> "Grid":
     """Return the grid in the file `out`, or a new one. Raises InvalidArgument if it differs."""
     from kvkeep.evaluate.grid import Grid
@@ -107,6 +117,9 @@ def _open_grid(
         "dtype": options.dtype,
         "weights": options.weights,
         "calibration": options.calibration.name if options.calibration else None,
+        "calibration_digest": calibration_digest,
+        "prefill_step": options.prefill_step,
+        "kvkeep": __version__,
         "junk": plan.junk,
         "tokens": plan.tokens,
         "haystack": plan.haystack,
