@@ -42,7 +42,7 @@ from kvkeep.storage.snapshots.segments import (
     segment_tensors,
 )
 
-ROUNDING_CODECS = ("int8", *LOSSY_CODECS)
+ROUNDING_CODECS = ("int8", *LOSSY_CODECS)  # in order of what they lose, the least first
 _log = logging.getLogger("kvkeep.storage")
 _STATE_PREFIX = "recurrent."  # of the names of recurrent states
 
@@ -196,7 +196,7 @@ class Snapshot:
             "notes": self.notes,
         }
         rounds = any(entry["codec"] in ROUNDING_CODECS for entry in encodings.values())
-        rounded = codec if rounds else self.rounded
+        rounded = _coarser(codec, self.rounded) if rounds else self.rounded
         if rounded or codec in ROUNDING_CODECS:  # without it, a reader decides by the codec
             document["rounded"] = rounded
         if self.local_layout is not None:
@@ -382,6 +382,12 @@ def _check_encoded_shapes(
         shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
     for name, encoding in document["coding"].items():
         require(encoding["shape"] == shapes[name], f"{name} has a codec entry with another shape")
+
+
+def _coarser(codec: str, other: str) -> str:
+    """Return the codec that loses more: "" loses nothing, one of a later release the most."""
+    order = ("", *ROUNDING_CODECS)
+    return max(codec, other, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:
