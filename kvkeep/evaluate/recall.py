@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.compression.methods import best_method
 from kvkeep.evaluate.samples import Fact, Sample
+from kvkeep.policies import Archive
 from kvkeep.session.compression import default_method_name
 from kvkeep.session.session import Session
 
@@ -122,15 +123,15 @@ def measure_streaming_compression(
 ) -> RecallResult:
     """Prefill the text in a session that compresses as it grows, and if it fits in a full one."""
     ids, (method, budget) = model.text.encode(sample.text), parse_method(settings.method)
-    archive_session = model.session(
+    policy = Archive(
         settings.budget_cells(len(ids)),
-        policy="archive",
-        prefill_step=prefill_step,
         method=method,
-        budget=budget,
+        budget=budget or "",
         ratio=settings.ratio,
         seed=settings.seed,
-        calibration=settings.calibration,
+    )
+    archive_session = model.session(
+        policy=policy, prefill_step=prefill_step, calibration=settings.calibration
     )
     report = archive_session.feed(ids)
     full_session = model.session(policy="full", prefill_step=prefill_step)
