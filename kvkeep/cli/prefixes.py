@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import DEFAULT_PREFIX_BYTES, open_prefix_store
 from kvkeep.cli.model_options import DTYPE_OPTION, MODEL_OPTION, load_by_name
 from kvkeep.cli.output import echo_table, format_mb, plural, say
+from kvkeep.errors import StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.paths import ObjectPath
@@ -246,23 +247,26 @@ def why(
 
     Nothing is evaluated. The cache holds whole blocks of 256 tokens from the start of a prompt: a
     date or counter near the start prevents reuse of everything after it. A model with local layers
-    or states continues from the newest checkpoint in them.
+    or states continues from the newest checkpoint in them. Prompts that --codec small or smaller
+    has rounded are searched, too.
     """
     text = options.read_prompt(prompt, file)
     loaded = load_by_name(model, dtype, "cpu", weights=None, progress=not no_progress)
-    ids, prefix_store = loaded.text.encode(text, special), open_prefix_store()
-    num_stored, differs_at, fingerprint = max(
-        ((*prefix_store.differs_at(each, ids), each) for each in _fingerprints(loaded)),
-        key=lambda found: found[:2],
+    ids = loaded.text.encode(text, special)
+    # Of equal ones the first, which is exact.
+    num_stored, differs_at, fingerprint, store = max(
+        _stored_parts(loaded, ids), key=lambda x: x[:2]
     )
-    resumes_at = _resumable_tokens(loaded, prefix_store, fingerprint, ids[:num_stored])
+    rounded = store.codec if num_stored and store.codec != "exact" else ""
+    resumes_at = _resumable_tokens(loaded, store, fingerprint, ids[:num_stored])
     has_uncached_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
     if as_json:
         counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
         reuse = {"differs_at": differs_at if has_uncached_block else None}
-        click.echo(json.dumps(counts | reuse | {"evaluated_from": resumes_at}))
+        click.echo(json.dumps(counts | reuse | {"evaluated_from": resumes_at, "rounded": rounded}))
         return
-    click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache")
+    note = f", rounded: commands reuse them with --codec {rounded}" if rounded else ""
+    click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache{note}")
     if resumes_at < num_stored:
         checkpoint = f"after {resumes_at:,} tokens" if resumes_at else "missing"
         click.echo(
@@ -279,6 +283,26 @@ def why(
         common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
         click.echo(f"the nearest prompt differs, or ends, at token {differs_at:,}:")
         click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_continuation(new_ids)}")
+
+
+def _stored_parts(
+    model: "Model", ids: Sequence[int]
+) -> "Iterator[tuple[int, int, Fingerprint, PrefixStore]]":
+    """Yield how many tokens of a prompt are stored, and where the nearest stored prompt differs.
+
+    Exactly and by each codec that rounds, with the fingerprint and the store they are found by.
+    """
+    from kvkeep.storage.prefixes.coding import BLOCK_CODECS
+
+    for codec in BLOCK_CODECS:
+        store = open_prefix_store(codec=codec)
+        try:
+            for fingerprint in _fingerprints(model):
+                yield (*store.differs_at(fingerprint, ids), fingerprint, store)
+        except StoreError:
+            if codec == "exact":
+                raise
+            # The model has no basis, without which nothing is rounded.
 
 
 def _fingerprints(model: "Model") -> "list[Fingerprint]":

@@ -116,6 +116,24 @@ def test_prompts_that_a_codec_rounded_are_listed_as_such(
     assert codecs == {"", "smaller"}, "as its next block says"
 
 
+def test_why_finds_prompts_that_a_codec_rounded(
+    invoke: Invoke, tiny: list[str], tiny_folder: Path, own_home: Path
+) -> None:
+    text = "The sea is wide. " * 300
+    asked = ("generate", "-n", 1, "--prefix-cache", *tiny, "-p")
+    explain = ("why", *tiny, "-p", text)
+    assert json.loads(invoke(*explain, "--json").stdout)["stored_tokens"] == 0
+    add_basis(random_basis(load_model(tiny_folder, dtype="float32")))
+    assert invoke(*asked, text, "--codec", "small").exit_code == 0
+    found = json.loads(invoke(*explain, "--json").stdout)
+    assert (found["stored_tokens"] >= 1024, found["rounded"]) == (True, "small")
+    assert "rounded: commands reuse them with --codec small\n" in invoke(*explain).stdout
+    assert invoke(*asked, text[:2000]).exit_code == 0, "fewer exact blocks"
+    assert json.loads(invoke(*explain, "--json").stdout)["rounded"] == "small"
+    assert invoke(*asked, text).exit_code == 0
+    assert json.loads(invoke(*explain, "--json").stdout) == {**found, "rounded": ""}
+
+
 def test_checkpoints_of_prompts_are_listed_explained_and_verified(
     invoke: Invoke, hybrid_folder: Path, own_home: Path
 ) -> None:
