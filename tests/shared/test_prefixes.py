@@ -1,6 +1,7 @@
 """The prefix cache in an object store that several machines share."""
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from kvkeep.storage.lossy.basis import add_basis, newest_basis
 from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import MAX_GET_BYTES
+from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.inventory import (
     evict_blocks,
     prompts_of,
+    roundings,
     stored_blocks,
     stored_prompts,
 )
@@ -178,6 +181,19 @@ def test_an_engine_uses_a_separate_prefix_cache_per_owner(
         generation = engine.generate(GenerationRequest(tuple(PROMPT), 1), owner="a")
         generation.text()
         assert generation.reuse.tokens == 512
+
+
+def test_headers_of_several_owners_are_read_at_once(objects: ObjectStore, tiny: Model) -> None:
+    """Each has the time of a request to the store, and owners may be thousands."""
+    for owner in ("a", "b"):
+        feed(tiny, prefix_cache(tiny, objects, owner=owner), PROMPT)
+    prompts, both_are_read = prompts_of(stored_blocks(objects)), threading.Barrier(2)
+
+    def path_of(key: str) -> ObjectPath:
+        both_are_read.wait(30)
+        return ObjectPath(objects, key)
+
+    assert roundings(prompts, path_of) == {}
 
 
 def test_a_secret_of_a_wrong_length_is_refused(objects: ObjectStore, tiny: Model) -> None:

@@ -9,6 +9,7 @@ checkpoint after a block has the block's name with the ending kvcheckpoint.
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ BLOCK_SUFFIX = ".kvblock"
 BLOCK_KIND, BLOCK_FORMAT = "prefix-block", 2  # kind and newest format of the files of blocks
 CHECKPOINT_SUFFIX = ".kvcheckpoint"
 _KEY_PREFIX = "prefixes/"
+_READ_THREADS = 16  # headers read at once, of which each takes as long as a request to the store
 
 
 @dataclass(frozen=True)
@@ -216,19 +218,22 @@ def roundings(
     """Return how prompts with rounded cells were rounded, by their `model_digest`.
 
     path_of: the path of a location. Reads one header for each `model_digest`, as all its blocks are
-    coded alike; more only where files are damaged.
+    coded alike; more only where files are damaged. Several are read at once.
     """
-    result, known = dict[str, Rounding](), set[str]()
+    prompts_by_digest = defaultdict[str, list[StoredPrompt]](list)
     for prompt in prompts:
-        for block in prompt.blocks:
-            if prompt.model_digest in known:
-                break
+        prompts_by_digest[prompt.model_digest].append(prompt)
+
+    def rounding_of(model_prompts: Sequence[StoredPrompt]) -> Rounding | None:
+        for block in (block for prompt in model_prompts for block in prompt.blocks):
             with suppress(StoreError):
-                rounding = _rounding(path_of(block.location))
-                known.add(prompt.model_digest)
-                if rounding is not None:
-                    result[prompt.model_digest] = rounding
-    return result
+                return _rounding(path_of(block.location))
+        return None
+
+    with ThreadPoolExecutor(_READ_THREADS) as readers:
+        found = readers.map(rounding_of, prompts_by_digest.values())
+        pairs = zip(prompts_by_digest, found, strict=True)
+        return {digest: rounding for digest, rounding in pairs if rounding is not None}
 
 
 def _rounding(path: ReadablePath) -> Rounding | None:
