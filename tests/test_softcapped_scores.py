@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep import Session
 from kvkeep.compression.methods.attention import attention_weights, newest_queries
 from kvkeep.model import Model
+from kvkeep.policies import Archive
 from kvkeep.session.compression import RECENT_CELLS, SINK_CELLS
 from kvkeep.session.reconstruction import FIRST_PROMPT, reconstruction_scores
 
@@ -73,6 +74,22 @@ def test_h2o_keeps_cells_by_softcapped_attention(
     expected = sums.topk(count).indices.sort().values + SINK_CELLS
     compressed = next(segment for segment in session.cache.segments if segment.compressed)
     assert torch.equal(compressed.read(0, count).positions, expected)
+
+
+def test_an_archive_keeps_cells_by_softcapped_attention(
+    models: tuple[Model, transformers.PreTrainedModel],
+) -> None:
+    model, reference = models
+    policy = Archive(64, keep=4, method="h2o", ratio=2.0, window=32, block=16)
+    session, fed_ids = model.session(policy=policy), list[int]()
+    while not any(segment.compressed for segment in session.cache.segments):
+        fed_ids.append(IDS[len(fed_ids)])
+        session.feed(fed_ids[-1:])
+    weights = attention(model, reference, fed_ids)[..., 4:20]
+    sums = (weights / weights.sum(-1, keepdim=True)).nan_to_num().mean(2).sum(2)
+    expected = sums.topk(8).indices.sort().values + 4
+    compressed = next(segment for segment in session.cache.segments if segment.compressed)
+    assert torch.equal(compressed.read(0, 8).positions, expected)
 
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["as-fed", "compressed"])
