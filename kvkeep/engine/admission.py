@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
+from kvkeep.engine.lookups import PrefixLookups
 from kvkeep.engine.operations import OperationLog, Totals
 from kvkeep.engine.preparing import PreparedSession, prepare_named, restored_if_refused
 from kvkeep.engine.record import SessionRecord
@@ -40,12 +41,14 @@ class Admission:
         new_session: Callable[[str], Session],
         alignment: AlignmentOptions,
         speculation: SpeculationOptions,
+        lookups: PrefixLookups,
     ):
         """new_session: creates an empty session for an owner. alignment: of requests without."""
         self.alignment = alignment
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
-        self.scheduler = Scheduler(registry.policy, self._fork_followers, self._end, speculation)
+        callbacks = (self._fork_followers, self._end)
+        self.scheduler = Scheduler(registry.policy, *callbacks, speculation, lookups)
         # Prompts that continued no session, by owner, the newest first.
         self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
         # Generations that wait for another one to prefill their common prompt, by that one.

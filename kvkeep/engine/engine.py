@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.answer_files import AnswerLog
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.lookups import PrefixLookups
 from kvkeep.engine.operations import Operation, OperationLog, Totals
 from kvkeep.engine.pin_files import PinFiles
 from kvkeep.engine.pins import PrefixPin
@@ -88,10 +89,10 @@ class Engine(AbstractContextManager["Engine"]):
     ):
         """settings: of `Model.session`, for new sessions; the prefill step is 128 by default.
         folder: where sessions are saved; None to keep them in memory only. stores: a folder for
-        prefix stores, or a function that returns an owner's store; None for no stores. snapshots:
-        returns an owner's labelled snapshots; None for those in `folder`. alignment: of requests
-        that do not choose one; exact by default. speculation: likewise; off by default. codec: of
-        saved sessions, and of prefix stores in a folder."""
+        prefix stores, or a function that returns an owner's store, whose lookups run in threads;
+        None for no stores. snapshots: returns an owner's labelled snapshots; None for those in
+        `folder`. alignment: of requests that do not choose one; exact by default. speculation:
+        likewise; off by default. codec: of saved sessions, and of prefix stores in a folder."""
         self.model = model
         self.settings = {"prefill_step": DEFAULT_PREFILL_STEP, **(settings or {})}
         self.limits = limits or Limits()
@@ -112,7 +113,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._operation_log = OperationLog()
         # Between looks for unsaved sessions and pins.
         idle_interval = min(1.0, self.limits.save_idle_after / 2 + 0.05)
-        self._thread = EngineThread(self._step, idle_interval, self._save_and_unlock)
+        self._thread = EngineThread(
+            self._step, idle_interval, self._save_and_unlock, lambda: not self._scheduler.running
+        )
+        self._lookups = PrefixLookups(partial(self._thread.post, lambda: None))
         self._saver = SessionSaver(self._registry, self._thread.post)
         if session_folder is not None and stores is not None:  # prompts are kept there, too
             path, writer = session_folder / "answers.jsonl", self._registry.writer
@@ -124,7 +128,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.alignment = alignment or AlignmentOptions()
         parts = (self._registry, self._operation_log, self._new_session, self.alignment)
         self._operations = SessionOperations(*parts)
-        self._admission = Admission(*parts, speculation or SpeculationOptions())
+        self._admission = Admission(*parts, speculation or SpeculationOptions(), self._lookups)
         self._scheduler = self._admission.scheduler
         self._shutdown_deadline = 0.0
         self.borrowed = BorrowedSessions(self._registry, self._cancel_generation)
@@ -369,7 +373,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._thread.closing.is_set() and time.monotonic() >= self._shutdown_deadline
 
     def _step(self) -> bool:
-        """Run a scheduler step; returns whether there is more to do."""
+        """Run a scheduler step; returns whether another one can follow at once."""
         if self._past_deadline:
             for generation in self._scheduler.running:
                 generation.cancel()
@@ -377,9 +381,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._saver.save_idle(self.limits.save_idle_after)
         if self._pin_files is not None:
             self._pin_files.save_changed()
-        return len(self._scheduler.running) > 0
+        return self._scheduler.can_step
 
     def _save_and_unlock(self) -> None:
+        self._lookups.close()
         if self._pin_files is not None:
             self._pin_files.save_all()
         self._saver.save_all()

@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from queue import SimpleQueue
@@ -118,8 +118,19 @@ class Generation(Iterator[GenerationEvent]):
         if feeding is not None or reuse.tokens:
             self._emit_progress()
 
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether its prompt is to be looked up in the prefix cache before its first step."""
+        return isinstance(self._feeding, Feeding) and self._feeding.needs_lookup
+
+    def begin_lookup(self) -> Callable[[], None]:
+        """Return the lookup of its prompt, for another thread. It is a part of the prefill."""
+        assert isinstance(self._feeding, Feeding)
+        self._prefill_start = time.perf_counter()
+        return self._feeding.lookup()
+
     def prefill_next_step(self) -> None:
-        """Evaluate a prefill step of the prompt, or take its prefix from the prefix store."""
+        """Evaluate a prefill step of the prompt, or load its prefix that a lookup has found."""
         assert self._feeding is not None
         if self._prefill_start is None:
             self._prefill_start = time.perf_counter()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.engine.generation import Generation, Phase
+from kvkeep.engine.lookups import PrefixLookups
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import NoRoom
@@ -121,8 +122,10 @@ class Scheduler:
         on_prefilled: Callable[[Generation], None],
         on_end: Callable[[Generation], None],
         speculation: SpeculationOptions,
+        lookups: PrefixLookups,
     ):
         """on_prefilled, on_end: called with a generation that is prefilled, or that ended."""
+        self._lookups = lookups
         self.step_seconds = 0.02  # moving average of a step's duration
         self._policy, self._on_prefilled, self._on_end = policy, on_prefilled, on_end
         self._speculates, self._planner = speculation.enabled, DraftPlanner(speculation.max_delay)
@@ -177,27 +180,41 @@ class Scheduler:
                 generation.fail(error)
 
     def _prefill(self) -> None:
-        """Evaluate a prefill step of one prompt."""
-        prefilling = self._in_phase("prefill")
-        if not prefilling:
+        """Evaluate a prefill step of one prompt, or start to look it up in the prefix cache."""
+        generation = self._next_prefill()
+        if generation is None:
             return
-        generation = self._policy.next_prefill(prefilling)
         remaining_before = generation.prefill_remaining
         try:
+            self._lookups.finish(generation)
+            if generation.needs_lookup:
+                self._lookups.start(generation)
+                return
             generation.prefill_next_step()
         except Exception as error:
             generation.fail(error)
             return
         prefilled = remaining_before - generation.prefill_remaining
-        for other in prefilling:
+        for other in self._in_phase("prefill"):
             other.waited_tokens += 0 if other is generation else prefilled
         if generation.phase == "decode":
             self._on_prefilled(generation)
+
+    def _next_prefill(self) -> Generation | None:
+        """Return the generation whose prompt is next, of those that wait for no lookup."""
+        ready = [each for each in self._in_phase("prefill") if self._lookups.is_ready(each)]
+        return self._policy.next_prefill(ready) if ready else None
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is something to compute. Otherwise all wait for lookups, or none runs."""
+        return self._next_prefill() is not None or bool(self._in_phase("decode"))
 
     def _remove_ended(self) -> None:
         ended = self._in_phase("done")
         self.running = [generation for generation in self.running if generation.phase != "done"]
         for generation in ended:
+            self._lookups.discard(generation)
             try:
                 self._on_end(generation)
             except Exception:  # the others must end, too

@@ -43,9 +43,17 @@ class EngineThread:
     While it runs, it is the thread that computes for the whole process (`kvkeep.runtime.worker`).
     """
 
-    def __init__(self, step: Callable[[], bool], idle_seconds: float, on_end: Callable[[], None]):
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        idle_seconds: float,
+        on_end: Callable[[], None],
+        may_end: Callable[[], bool] = lambda: True,
+    ):
         """step: returns whether to step again at once; if not, the next step follows the next call,
-        or comes after `idle_seconds`. on_end: runs in the thread, after the last step."""
+        or comes after `idle_seconds`. on_end: runs in the thread, after the last step. may_end:
+        whether the thread may end once it is closing; False while something waits for a call."""
+        self._may_end = may_end
         self._step, self._idle_seconds, self._on_end = step, idle_seconds, on_end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._deferred = deque[_Call]()  # long calls that came during another one
@@ -97,7 +105,7 @@ class EngineThread:
         has_work = False  # whether the last step asked for another one
         try:
             with hosting(self.post):  # it runs steps of sessions outside the engine, too
-                while has_work or not self.closing.is_set():
+                while has_work or not self._is_ending:
                     self._run_calls(wait=not has_work)
                     has_work = self._step()
                 self._run_calls(wait=False)
@@ -106,6 +114,10 @@ class EngineThread:
             self.closing.set()
             self._ended.set()
             self._refuse_calls()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.closing.is_set() and self._may_end()
 
     def _refuse_calls(self) -> None:
         """Fail all waiting calls with Cancelled."""
@@ -119,7 +131,7 @@ class EngineThread:
         """Run all waiting calls. wait: if there is none, wait for the first one."""
         while True:
             try:
-                call = self._next_call(wait and not self.closing.is_set())
+                call = self._next_call(wait and not self._is_ending)
             except Empty:
                 return
             wait = False

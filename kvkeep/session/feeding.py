@@ -1,8 +1,8 @@
 """Feeding a prompt into a session, step by step, and reusing its stored prefix."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.runtime.memory import trim_memory
@@ -12,6 +12,7 @@ from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.evaluation import evaluate_step, step_end
 from kvkeep.session.scoring import TokenScores, last_hidden_state, score_tokens
 from kvkeep.session.stored_prefix import StoredPrefix
+from kvkeep.storage.prefixes.block import PrefixMatch
 
 _TRIM_AFTER_SECONDS = 0.25  # shorter prompts skip `trim_memory`, which would take a part of that
 
@@ -79,6 +80,8 @@ class Feeding(Iterator[FeedStep]):
         self._core, self._ids = core, ids
         self._seconds, self._closed = seconds, False
         self._prefix = StoredPrefix(None, core.model)
+        self._match: PrefixMatch | None = None  # that a lookup has found, until it is loaded
+        self._was_looked_up = False
         self._compressions: list[Compression] = []
         self._peak_cells, self._tokens_after_step = core.memory.cache.cells, core.memory.tokens
 
@@ -86,19 +89,51 @@ class Feeding(Iterator[FeedStep]):
         """Evaluate the next step. Raises ContextFull and NonFiniteLogits as `Session.feed`."""
         return self.step()
 
-    @computes_in_worker
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether `step` begins with a lookup of the prompt in the prefix cache."""
+        core = self._core
+        is_first = not (self.done or core.memory.tokens or self._was_looked_up or self._closed)
+        return is_first and core.prefix_cache is not None and self._top_logprobs is None
+
+    def lookup(self) -> Callable[[], None]:
+        """Return the lookup, whose result the next step loads; see `needs_lookup`.
+
+        It only reads, so that it may run in any thread while sessions compute.
+        """
+        core, state = self._core, self._core.state.successor()
+        state.keep_first_prompt(self.total)
+
+        def look_up() -> None:
+            started = time.perf_counter()
+            prefix = StoredPrefix(core.prefix_cache, core.model)
+            try:
+                self._match = prefix.find(state.memory, self._ids)
+            finally:
+                self._seconds += time.perf_counter() - started
+            self._prefix, self._was_looked_up = prefix, True
+
+        return look_up
+
     def step(self, end: int | None = None) -> FeedStep:
         """Evaluate the next step, which ends after at most `end` tokens of the prompt.
 
         None for the next multiple of the session's `prefill_step`, from the prompt's first token.
-        Raises as `next`.
+        The first step of a first prompt loads what the prefix cache has of it instead, if anything:
+        the lookup is in the calling thread, where Ctrl-C may end it. Raises as `next`.
         """
+        if self.needs_lookup:
+            self.lookup()()
+        return self._step(end)
+
+    @computes_in_worker
+    def _step(self, end: int | None) -> FeedStep:
         if self._closed or self.done == self.total:
             raise StopIteration
         started, done_before, scores = time.perf_counter(), self.done, None
         try:
-            if not self.done and self._top_logprobs is None:
-                self._load_prefix()
+            if self._match is not None:
+                self._load_prefix(self._match)
             reused = self.done > done_before
             if not reused:
                 size = self._core.prefill_step
@@ -110,17 +145,15 @@ class Feeding(Iterator[FeedStep]):
             trim_memory()
         return FeedStep(self.done - done_before, self.done, self.total, reused, scores)
 
-    def _load_prefix(self) -> None:
-        """Load a first prompt's prefix from the prefix store; Ctrl-C may interrupt the reading."""
-        core = self._core
-        if core.prefix_cache is None or core.memory.tokens:
-            return
+    def _load_prefix(self, match: PrefixMatch) -> None:
+        """Load what a lookup has found of the prompt, unless the session has tokens by now."""
+        core, prefix = self._core, replace(self._prefix)
         state = core.state.successor()
-        state.keep_first_prompt(self.total)
-        prefix = StoredPrefix(core.prefix_cache, core.model)
-        prefix.load(state.memory, self._ids, core.prefill_step)
+        if not core.memory.tokens:
+            state.keep_first_prompt(self.total)
+            prefix.load(match, state.memory, self._ids, core.prefill_step)
         with interrupts_deferred():
-            self._prefix = prefix
+            self._prefix, self._match = prefix, None
             if prefix.num_reused:
                 state.rounded = prefix.rounded
                 core.state = state

@@ -12,7 +12,7 @@ from kvkeep.cache.checkpoint import Checkpoint, check_evaluated
 from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.session.memory import Memory
-from kvkeep.storage.prefixes.block import CheckpointNeed, PrefixCache
+from kvkeep.storage.prefixes.block import CheckpointNeed, PrefixCache, PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS, kept_checkpoint_ends
 
 
@@ -38,22 +38,28 @@ class StoredPrefix:
     rounded: str = ""
     checkpoint_ends: frozenset[int] = field(default_factory=frozenset)
 
-    def load(self, memory: Memory, ids: Sequence[int], prefill_step: int) -> None:
-        """Load what the store holds of a prompt into an empty memory.
+    def find(self, memory: Memory, ids: Sequence[int]) -> PrefixMatch:
+        """Return what the store holds of a prompt, for an empty memory; nothing after an error.
 
         At most as many tokens as the policy keeps exactly. Some are left to evaluate before the
         prompt ends, or before the policy first evicts or compresses: one for its logits, and as
         many as the policy observes, so that it decides by the same queries as without a store.
         """
         policy, prefix_cache = memory.policy, self.prefix_cache
-        if prefix_cache is None:
-            return
+        assert prefix_cache is not None
         max_tokens = min(len(ids), policy.exact_tokens + 1) - max(1, policy.query_count)
         need = checkpoint_need(memory) if memory.overwrites else None
         try:
-            match = prefix_cache.find(self.model.fingerprint, ids[: max(0, max_tokens)], need)
+            return prefix_cache.find(self.model.fingerprint, ids[: max(0, max_tokens)], need)
         except StoreError as error:
             self._stop_storing(str(error))
+            return PrefixMatch([], None)
+
+    def load(
+        self, match: PrefixMatch, memory: Memory, ids: Sequence[int], prefill_step: int
+    ) -> None:
+        """Load what `find` returned of a prompt into an empty memory."""
+        if self.prefix_cache is None:
             return
         if match.token_count:
             keys, values = (torch.cat(cells, 2) for cells in zip(*match.blocks, strict=True))
@@ -64,8 +70,9 @@ class StoredPrefix:
         self.num_reused = self.num_stored = match.token_count
         self.rounded = match.rounded if match.token_count else ""
         self.num_found, self.differs_at = match.stored_tokens, match.differs_at
-        if need is not None:
-            self._plan_checkpoints(min(len(ids), policy.exact_tokens), prefill_step)
+        if memory.overwrites:
+            num_tokens = min(len(ids), memory.policy.exact_tokens)
+            self._plan_checkpoints(num_tokens, prefill_step)
 
     def _plan_checkpoints(self, num_tokens: int, prefill_step: int) -> None:
         """Decide after which tokens to store a checkpoint: at ends of blocks and whole steps.

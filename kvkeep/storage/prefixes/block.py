@@ -62,7 +62,8 @@ class CheckpointNeed:
 class PrefixCache(Protocol):
     """A cache of the cells of prompts, in blocks of 256 tokens. It may lose any of them.
 
-    All methods raise StoreError.
+    An engine calls `find` in several threads at once, also during `add`. All methods raise
+    StoreError.
     """
 
     def find(
