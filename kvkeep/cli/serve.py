@@ -228,6 +228,9 @@ def serve(
     """
     serving.require_api_keys_if_exposed()
     require_server_packages()
+    from kvkeep.server.connections import raise_file_limit
+
+    raise_file_limit()
     serving.memory.check()
     edits = serving.is_for_one_user() if allow_edit is None else allow_edit
     options = {**vars(serving), "allow_edit": edits, "compact_at": compact_at}

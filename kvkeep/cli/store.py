@@ -54,18 +54,16 @@ def default_server_folder() -> Path:
 
 
 def require_no_server(folder: Path) -> None:
-    """Raise Locked if a running server uses a session in its folder."""
+    """Raise Locked if another process uses the sessions in a server's folder."""
     for path in (folder / "sessions").glob("*/"):
-        sessions = SessionFolder(path)
-        for name in sessions.names():
-            try:
-                with sessions.lock(name):
-                    continue
-            except Locked:
-                raise Locked(
-                    f"another server uses the sessions in {folder}: stop it, or give this one a "
-                    "folder with --store FOLDER"
-                ) from None
+        try:
+            with SessionFolder(path).lock_all():
+                continue
+        except Locked:
+            raise Locked(
+                f"another server uses the sessions in {folder}: stop it, or give this one a "
+                "folder with --store FOLDER"
+            ) from None
 
 
 def _move_server(source: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from kvkeep.engine.session_files import (
     WRITTEN_NOTES_KEY,
     LabelledSnapshots,
     SessionFile,
+    holds_sessions,
     is_valid_owner,
     owner_folders,
     remove_orphaned_markers,
@@ -57,6 +58,8 @@ class SessionRegistry:
         self.pins = PrefixPins(policy.limits.pins_per_owner)
         self._checkpoint_bytes, self._calibration = checkpoint_bytes, calibration
         self._folder, self._labelled_snapshots = folder, snapshots
+        self._locked_folders = dict[str, SessionFolder]()  # by owner
+        self._locks = ExitStack()
         self._records: dict[tuple[str, str], SessionRecord] = {}
         # Generated answers of all owners; those in a session's text are saved with it.
         self.written = WrittenAnswers()
@@ -75,6 +78,9 @@ class SessionRegistry:
         """
         owner = folder.root.name
         folder.sweep()  # removes temporary files of killed processes
+        if not holds_sessions(folder):
+            return
+        self._locked_folder(owner)  # before markers are read: an engine that has it writes them
         for path in reversed(list(folder.newest_first())):
             file = SessionFile(folder, name := path.stem)
             try:
@@ -83,7 +89,6 @@ class SessionRegistry:
                 self._unread.add(file.path)
                 self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue
-            file.lock()  # before the marker is read: the engine that holds the lock writes it
             record = SessionRecord(name, owner, named=True, file=file, session=None)
             record.restore_from(document.get("notes", {}))
             record.file_rounded = rounded_by(document)
@@ -98,6 +103,15 @@ class SessionRegistry:
             self._records[owner, name] = record
         for name in remove_orphaned_markers(folder):
             self.losses.append(f"session {name!r} was never saved and is lost")
+
+    def _locked_folder(self, owner: str) -> SessionFolder:
+        """Return an owner's folder, locked until `close`. Raises Locked if an engine uses it."""
+        assert self._folder is not None
+        if owner not in self._locked_folders:
+            folder = SessionFolder(self._folder / owner)
+            self._locks.enter_context(folder.lock_all())
+            self._locked_folders[owner] = folder
+        return self._locked_folders[owner]
 
     # By name
 
@@ -138,7 +152,7 @@ class SessionRegistry:
         name = name or _new_name()
         file = None
         if named and self._folder is not None:
-            file = SessionFile(SessionFolder(self._folder / owner), name)
+            file = SessionFile(self._locked_folder(owner), name)
             if file.path in self._unread and file.path.exists():
                 raise StoreError(
                     f"session {name!r} cannot be created: {file.path} could not be read, and is "
@@ -152,7 +166,6 @@ class SessionRegistry:
         record.ephemeral = named and self.shares_snapshots
         self.reserve(record, 0)
         if file is not None:
-            file.lock()
             record.mark_unsaved()
         self._records[owner, name] = record
         return record
@@ -343,10 +356,8 @@ class SessionRegistry:
         return LabelFolder(self._folder / owner / "snapshots")
 
     def close(self) -> None:
-        """Unlock the sessions' files, for other processes."""
-        for record in self:
-            if record.file is not None:
-                record.file.unlock()
+        """Unlock the sessions' folders, for other processes."""
+        self._locks.close()
 
 
 def _new_name() -> str:

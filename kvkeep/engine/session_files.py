@@ -1,4 +1,4 @@
-"""The files of an engine's sessions: snapshots in a folder, their locks, and markers of changes.
+"""The files of an engine's sessions: snapshots in a folder, and markers of changes.
 
 A small marker file lies beside a session's snapshot while memory holds a newer revision. An engine
 that starts after another was killed finds the marker, and reports what was not saved.
@@ -6,13 +6,11 @@ that starts after another was killed finds the marker, and reports what was not 
 
 import json
 import re
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.folder import SessionFolder
-from kvkeep.storage.sessions.interface import LabelStore
+from kvkeep.storage.sessions.interface import LabelStore, is_valid_name
 
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 WRITTEN_NOTES_KEY = "answers"  # of these fields: the notes of `WrittenAnswers`
@@ -22,20 +20,13 @@ LabelledSnapshots = LabelStore[Path | ObjectPath]  # one owner's snapshots by la
 
 
 class SessionFile:
-    """The snapshot of a session in a folder, its lock, and its marker."""
+    """The snapshot of a session, and its marker, in a folder that the engine has locked."""
 
     def __init__(self, folder: SessionFolder, name: str):
         """Raises InvalidArgument for an invalid name."""
         self.path = folder.path(name)
-        self._folder, self._name, self._held_lock = folder, name, ExitStack()
+        self._folder, self._name = folder, name
         self._marker = self.path.with_suffix(MARKER_SUFFIX)
-
-    def lock(self) -> None:
-        """Lock the session for this process. Raises Locked if another one uses it."""
-        self._held_lock.enter_context(self._folder.lock(self._name))
-
-    def unlock(self) -> None:
-        self._held_lock.close()
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +37,9 @@ class SessionFile:
             return 0
 
     def remove(self) -> None:
-        """Delete the snapshot and the marker, and unlock the session."""
+        """Delete the snapshot and the marker."""
         self.clear_marker()
-        with self._held_lock:
-            self._folder.discard(self._name)
+        self._folder.discard(self._name)
 
     def write_marker(self, revision: int, token_count: int) -> None:
         """Note on disk that memory holds a newer revision, with so many tokens, than the file."""
@@ -75,14 +65,18 @@ def owner_folders(folder: Path) -> list[SessionFolder]:
     return [SessionFolder(path) for path in paths if path.is_dir() and is_valid_owner(path.name)]
 
 
+def holds_sessions(folder: SessionFolder) -> bool:
+    """Whether a folder has sessions, or markers of sessions."""
+    return any(folder.newest_first()) or any(folder.root.glob(f"*{MARKER_SUFFIX}"))
+
+
 def remove_orphaned_markers(folder: SessionFolder) -> list[str]:
     """Remove the markers of sessions that were never saved; return the sessions' names."""
     removed_names, saved_names = list[str](), folder.names()
     for marker in folder.root.glob(f"*{MARKER_SUFFIX}"):
-        if marker.stem not in saved_names:
-            with suppress(InvalidArgument), folder.lock(marker.stem):  # for invalid names
-                marker.unlink(missing_ok=True)
-                removed_names.append(marker.stem)
+        if is_valid_name(marker.stem) and marker.stem not in saved_names:
+            marker.unlink(missing_ok=True)
+            removed_names.append(marker.stem)
     return removed_names
 
 

@@ -1,8 +1,12 @@
-"""HTTP connections: their parser, their number, and how long a client may take for a request."""
+"""HTTP connections: their parser, their number, and how long a client may take for a request.
+
+Each takes one of the files that the process may open.
+"""
 
 import asyncio
 import logging
 import resource
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -13,6 +17,8 @@ IDLE_CONNECTION_SECONDS = 75
 HEADER_SECONDS = 30.0  # for a request's line and headers, from the first byte or the connection
 MAX_HEADER_BYTES = 65_536  # of a request's line and headers together
 _MAX_CONNECTIONS = 4096
+_ENOUGH_FILES = (65_536, 10_240)  # the second one: the most that macOS allows
+_MAX_BACKLOG = 512
 
 
 def connection_config(app: Any, **settings: Any) -> uvicorn.Config:
@@ -28,6 +34,7 @@ def connection_config(app: Any, **settings: Any) -> uvicorn.Config:
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         log_level=logging.WARNING,
         access_log=False,
+        backlog=_backlog(),
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         lifespan="off",
@@ -35,13 +42,30 @@ def connection_config(app: Any, **settings: Any) -> uvicorn.Config:
     )
 
 
+def raise_file_limit() -> None:
+    """Raise the limit of open files to what the system allows, which is often much more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for count in _ENOUGH_FILES:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if soft == resource.RLIM_INFINITY or soft >= allowed:
+            return
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            return
+
+
 def max_connections() -> int:
     """Return how many connections may be open: half of the files that the process may open.
 
-    The rest is for sessions, which could not be saved otherwise.
+    The rest is for the model and sessions, which could not be saved otherwise.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if files < 0 else min(_MAX_CONNECTIONS, files // 2)
+
+
+def _backlog() -> int:
+    """Return how many connections are accepted before those beyond the limit are closed."""
+    return min(_MAX_BACKLOG, max(1, max_connections() // 8))
 
 
 class BoundedConnection(H11Protocol):

@@ -1,16 +1,17 @@
-"""Sessions by name in a folder: one snapshot file and one lock file each."""
+"""Sessions by name in a folder: a snapshot file each, and locks of one or of all of them."""
 
 import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporary_files
+from kvkeep.storage.sessions.folder_lock import exclusive_lock, is_locked
 from kvkeep.storage.sessions.interface import (
     SNAPSHOT_SUFFIX,
     LabelStore,
@@ -20,13 +21,16 @@ from kvkeep.storage.sessions.interface import (
 )
 
 _LOCK_SUFFIX = ".lock"
+_FOLDER_LOCK = ".folder-lock"
 
 
 class SessionFolder(SessionStore[Path]):
     """The sessions in a folder. There is no index that could be wrong, only the files.
 
-    A process that will save a session holds its lock from before it reads the session until it has
-    saved it. Reading needs no lock, since files are replaced atomically.
+    A process that will save a session holds its lock, or that of the folder, from before it reads
+    the session until it has saved it. Reading needs no lock, since files are replaced atomically.
+    `lock` takes the session's lock and then looks for the folder's; `lock_all` takes the folder's
+    and then looks for those of sessions. So of two processes one at least is refused.
 
     legacy_root: a folder in which sessions were kept before. Its sessions are listed too, unless
     one here has the same name, and are moved here when they are locked.
@@ -71,10 +75,12 @@ class SessionFolder(SessionStore[Path]):
     def lock(self, name: str) -> Iterator[Path]:
         """Hold a session's lock for the block, and yield its file in this folder.
 
-        Raises Locked at once if another process holds the lock, StoreError for an unusable folder.
+        Raises Locked at once if another process holds its lock or the folder's, StoreError for an
+        unusable folder.
         """
         path = self.path(name)
         try:
+            self._require_no_folder_lock()  # before a lock file is created
             self.root.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self._lock_file(name)).acquire(timeout=0)
         except Timeout:
@@ -86,8 +92,26 @@ class SessionFolder(SessionStore[Path]):
                 f"session {name!r} cannot be stored in {self.root}: {error.strerror or error}"
             ) from error
         with lock:
+            self._require_no_folder_lock()
             self._move_from_legacy(name, path)
             yield path
+
+    @contextmanager
+    def lock_all(self) -> Iterator[None]:
+        """Hold the lock of all sessions here for the block, by one open file. Raises as `lock`."""
+        with ExitStack() as lock:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(exclusive_lock(self.root / _FOLDER_LOCK))
+                if any(map(is_locked, self._lock_files())):
+                    raise _folder_locked_error()
+            except BlockingIOError:
+                raise _folder_locked_error() from None
+            except OSError as error:
+                raise StoreError(
+                    f"sessions cannot be stored in {self.root}: {error.strerror or error}"
+                ) from error
+            yield
 
     def remove(self, name: str) -> int:
         self.existing_path(name)
@@ -112,7 +136,7 @@ class SessionFolder(SessionStore[Path]):
         if not self.root.is_dir():
             return removed
         removed += sweep_temporary_files(self.root)
-        for file in self.root.glob(f".*{_LOCK_SUFFIX}"):
+        for file in self._lock_files():
             name = file.name.removeprefix(".").removesuffix(_LOCK_SUFFIX)
             try:
                 with self.lock(name) as path:
@@ -146,6 +170,20 @@ class SessionFolder(SessionStore[Path]):
 
     def _lock_file(self, name: str) -> Path:
         return self.root / f".{name}{_LOCK_SUFFIX}"
+
+    def _lock_files(self) -> Iterator[Path]:
+        return self.root.glob(f".*{_LOCK_SUFFIX}")
+
+    def _require_no_folder_lock(self) -> None:
+        if is_locked(self.root / _FOLDER_LOCK):
+            raise _folder_locked_error()
+
+
+def _folder_locked_error() -> Locked:
+    return Locked(
+        "another process, such as a server, uses the sessions in this folder; stop it, or use "
+        "another folder"
+    )
 
 
 class LabelFolder(LabelStore[Path], SessionFolder):
