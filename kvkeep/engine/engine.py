@@ -204,6 +204,7 @@ class Engine(AbstractContextManager["Engine"]):
     create = _engine_method(SessionOperations.create)
     sessions = _engine_method(SessionOperations.sessions)
     find = _engine_method(SessionOperations.find)
+    use = _engine_method(SessionOperations.use)
     explain = _engine_method(SessionOperations.explain)
     pins = _engine_method(SessionOperations.pins)
     release_pin = _engine_method(SessionOperations.release_pin)

@@ -24,6 +24,7 @@ _log = logging.getLogger("kvkeep.engine")
 _STORAGE_FACTOR = 9 / 8
 
 _GENERATED_NAME = re.compile(r"(s-|resp_)[0-9a-f]{16,}")  # by a registry, or for a response
+_RESPONSE_NAME = re.compile(r"resp_[0-9a-f]{24}")
 
 Activity = Literal["idle", "generating", "changing"]
 
@@ -41,6 +42,11 @@ _NOTED_FIELDS = {
 }
 
 
+def is_response_name(name: str) -> bool:
+    """Whether a session by that name is of a response, which its server stores and drops."""
+    return _RESPONSE_NAME.fullmatch(name) is not None
+
+
 @dataclass(eq=False)
 class SessionRecord:
     """A session, in memory or on disk. Unnamed ones are created for a prompt, and evicted first."""
@@ -52,6 +58,7 @@ class SessionRecord:
     session: Session | None  # None while it is on disk only
     revision: int = 0  # grows with each change
     saved_revision: int | None = None  # the one on disk
+    file_bytes: int = 0  # of the file with that revision
     saving_revision: int | None = None  # the one that is being written, or was last
     save_failed_at: float = math.inf  # time of the last save, if it failed
     pinned: bool = False  # stays in memory
@@ -107,6 +114,13 @@ class SessionRecord:
     def dirty(self) -> bool:
         """Whether memory holds changes that are not on disk."""
         return self.named and self.session is not None and self.saved_revision != self.revision
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on disk, as far as is known: with unsaved changes those of the cells in memory."""
+        if self.session is not None and (self.dirty or self.file is None):
+            return self.session.nbytes
+        return self.file_bytes
 
     @property
     def may_be_lost(self) -> bool:
@@ -176,8 +190,10 @@ class SessionRecord:
         if self.removed:
             return
         self.saved_revision = max(revision, self.saved_revision or 0)
-        if not self.dirty and self.file is not None:
-            self.file.clear_marker()
+        if self.file is not None:
+            self.file_bytes = self.file.nbytes
+            if not self.dirty:
+                self.file.clear_marker()
 
     def mark_unsaved(self) -> None:
         """Write a marker of the change, in case the engine is killed before the save.

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvkeep.chat.written import WrittenAnswers
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.engine.pins import PrefixPins
-from kvkeep.engine.record import SessionRecord, max_session_bytes
+from kvkeep.engine.record import SessionRecord, is_response_name, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_files import (
     ENGINE_NOTES_KEY,
@@ -91,7 +91,7 @@ class SessionRegistry:
                 continue
             record = SessionRecord(name, owner, named=True, file=file, session=None)
             record.restore_from(document.get("notes", {}))
-            record.file_rounded = rounded_by(document)
+            record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
             unsaved_revision = file.marked_revision()
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision
@@ -145,7 +145,7 @@ class SessionRegistry:
 
         Raises InvalidArgument, NoRoom, Locked, and StoreError if the name's file cannot be read.
         """
-        if named:
+        if named and not is_response_name(name or ""):
             self.policy.require_session_slot(self.owned_by(owner))
         if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep.engine.generation import Generation, Phase
 from kvkeep.engine.lookups import PrefixLookups
-from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.record import SessionRecord, is_response_name
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import NoRoom
 from kvkeep.session.drafts import DraftPlanner, SpeculationOptions
@@ -27,7 +27,8 @@ class Limits:
     memory: int = 4_000_000_000  # bytes of all sessions' cells
     running: int = 256  # generations at a time, of all owners
     running_per_owner: int = 128
-    sessions_per_owner: int = 1_000  # named sessions
+    sessions_per_owner: int = 1_000  # named sessions, other than those of responses
+    responses_per_owner: int = 1_000  # stored ones; of more the server drops the oldest
     prompt_tokens: int = 250_000  # of one prompt
     pins_per_owner: int = 64  # prefixes that requests protect from eviction
     save_idle_after: float = 2.0  # seconds that a session is idle before its changes are saved
@@ -60,7 +61,10 @@ class SchedulingPolicy:
 
     def require_session_slot(self, records: Iterable[SessionRecord]) -> None:
         """Raise NoRoom if an owner may not add a named session. records: the owner's sessions."""
-        count = sum(record.named and not record.may_be_lost for record in records)
+        count = sum(
+            record.named and not record.may_be_lost and not is_response_name(record.name)
+            for record in records
+        )
         if count >= self.limits.sessions_per_owner:
             raise NoRoom(f"the limit of {count} sessions is reached: delete some", float("inf"))
 

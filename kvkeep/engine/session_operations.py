@@ -14,6 +14,7 @@ from kvkeep.engine.preparing import prepare_named
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport
+from kvkeep.engine.steps import StepGrid
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.session import Session
@@ -47,6 +48,12 @@ class SessionOperations:
     def find(self, name: str, owner: str = "0") -> SessionRecord:
         """Return a session, in memory or not; read-only. Raises NoSuchSession."""
         return self._registry.find(name, owner)
+
+    def use(self, name: str, owner: str = "0") -> SessionRecord:
+        """Return a session as `find` does, which counts as the last used one from then on."""
+        record = self._registry.find(name, owner)
+        record.last_used = time.monotonic()
+        return record
 
     def explain(
         self, prompt: Sequence[int], owner: str = "0", alignment: AlignmentOptions | None = None
@@ -260,6 +267,27 @@ class SessionOperations:
         record.derive_from(snapshot.notes)
         self._operation_log.add(record, "restore")
         return record
+
+    def drop_cells(self, name: str, owner: str, notes: Mapping[str, Any]) -> None:
+        """Make a session empty: its notes stay, and those given are added. Raises Busy.
+
+        It counts as unused since before.
+        """
+        record = self._registry.find(name, owner)
+        record.require_idle()
+        self._registry.pins.detach(record)
+        session, last_used = self._new_session(owner), record.last_used
+        record.session, record.notes = session, {**record.notes, **notes}
+        record.steps, record.has_other_steps, record.first_edit = (
+            StepGrid.of(session).name,
+            False,
+            "",
+        )
+        record.step_aligned_tokens = record.sampled_length = record.droppable_tokens = 0
+        record.last_answer = record.last_prompt = None
+        record.mark_changed()
+        record.last_used = last_used
+        self._operation_log.add(record, "empty")
 
     def delete(self, name: str, owner: str = "0", revision: int | None = None) -> None:
         """Delete a session, also on disk. Raises Busy while it has a generation."""

@@ -1,19 +1,27 @@
-"""Stored responses: the notes of their sessions, their items, and conversations that go on."""
+"""Stored responses: the notes of their sessions, their items, and conversations that go on.
 
-import re
+They are bounded in number and bytes: cells of the least recently used ones are dropped, from which
+on they are text that is evaluated anew when it is continued, and the oldest of these are deleted.
+"""
+
 from asyncio import to_thread, wrap_future
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id
-from kvkeep.errors import NoRoom, NoSuchSession
+from kvkeep.engine import Limits, SessionOperations, SessionRecord
+from kvkeep.engine.record import is_response_name
+from kvkeep.errors import KvkeepError, NoRoom, NoSuchSession
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import RequestContext
 
-_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{24}")
 _RESPONSE_NOTE, _ITEMS_NOTE = "response", "input_items"  # keys of a session's notes
+_TEXT_ONLY_NOTE = "text_only"  # true where the cells were dropped
+_MAX_DROPPED = 16  # after one response, since each takes time
 _MESSAGES_NOTE = "messages"  # the conversation as chat messages, by earlier versions
 # Objects with the data of a file, which is not stored, and the fields of the data.
 _FILE_TYPES = frozenset(
@@ -33,6 +41,37 @@ async def store_response(
         await wrap_future(set_notes())
     except NoRoom:  # its session is on disk again: it waits as a new request would
         await context.service.admission_queue.admit(context.owner, set_notes)
+    service, limits = context.service, context.engine.limits
+    drop = partial(_drop_oldest, owner=context.owner, limits=limits, started=service.created)
+    await wrap_future(context.engine.run(drop))
+
+
+def _drop_oldest(operations: SessionOperations, owner: str, limits: Limits, started: float) -> None:
+    """Drop the owner's least recently used responses, or their cells, beyond the limits.
+
+    The newest one stays, and so do those that are pinned or resident. started: when the server
+    was; responses of before that are not complete will never be.
+    """
+    kept = {pin.record for pin in operations.pins(owner)}
+    count, num_bytes, surplus = 0, Counter[bool](), list[tuple[SessionRecord, bool]]()
+    for record in operations.sessions(owner):  # the last used first
+        is_ended = _RESPONSE_NOTE in record.notes or record.created < started
+        if not is_response_name(record.name) or not is_ended:
+            continue
+        is_text = _TEXT_ONLY_NOTE in record.notes
+        count, num_bytes[is_text] = count + 1, num_bytes[is_text] + record.kept_bytes
+        is_too_old, is_too_much = (
+            count > limits.responses_per_owner,
+            num_bytes[is_text] > limits.memory,
+        )
+        if count > 1 and (is_too_old or is_too_much) and record not in kept and not record.pinned:
+            surplus.append((record, is_text or is_too_old))
+    for record, is_deleted in surplus[-_MAX_DROPPED:]:
+        with suppress(KvkeepError):
+            if is_deleted:
+                operations.delete(record.name, owner)
+            else:
+                operations.drop_cells(record.name, owner, {_TEXT_ONLY_NOTE: True})
 
 
 async def stored_response(response_id: str, context: RequestContext) -> dict[str, Any]:
@@ -83,15 +122,17 @@ async def input_page(
 async def _stored_notes(response_id: str, context: RequestContext) -> dict[str, Any]:
     """Return the notes with a finished response. Raises ApiError (404) if there is none."""
     try:
-        if not _RESPONSE_ID.fullmatch(response_id):  # it may be the name of another session
+        if not is_response_name(response_id):  # it may be the name of another session
             raise NoSuchSession
-        record = await wrap_future(context.engine.find(response_id, context.owner))
+        record = await wrap_future(context.engine.use(response_id, context.owner))
+        if _RESPONSE_NOTE in record.notes:
+            return record.notes
+        if (context.owner, response_id) not in context.service.pending_responses:
+            raise NoSuchSession
     except NoSuchSession:
         message = f"there is no response {response_id!r:.120}"
         raise ApiError(404, message, "not_found_error") from None
-    if _RESPONSE_NOTE not in record.notes:
-        raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")
-    return record.notes
+    raise ApiError(404, f"response {response_id!r} is still in progress", "not_found_error")
 
 
 async def _items_through(response_id: str, context: RequestContext) -> list[dict[str, Any]]:

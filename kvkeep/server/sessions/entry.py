@@ -10,7 +10,9 @@ from fastapi import Depends, Header
 from pydantic import BeforeValidator, Field
 from starlette.responses import JSONResponse
 
+from kvkeep.chat.compaction_items import is_handle
 from kvkeep.engine import SessionOperations, SessionRecord
+from kvkeep.engine.record import is_response_name
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.server.errors import ApiError
 from kvkeep.server.service import ContextDep, RequestContext
@@ -34,6 +36,16 @@ _IF_MATCH_HELP = (
     'The expected revision, such as "3". If the session is at another one, the request gets 412 '
     "and changes nothing. Without the header, or with *, any revision is accepted."
 )
+
+
+def require_unreserved(name: str | None) -> None:
+    """Raise ApiError for a new session's name that the server gives, and counts and drops itself.
+
+    Those of stored responses and of compacted conversations.
+    """
+    if name is not None and (is_response_name(name) or is_handle(name)):
+        message = f"name: {name!r} is reserved for responses and compactions; use another name"
+        raise ApiError(400, message, param="name")
 
 
 def parse_if_match(if_match: str | None) -> int | None:

@@ -21,6 +21,7 @@ from kvkeep.server.sessions.entry import (
     SessionName,
     TokenIndex,
     entry_response,
+    require_unreserved,
     session_entry,
     session_response,
 )
@@ -91,6 +92,7 @@ class TitleRequest(StrictBody):
 @router.post("/v1/sessions", status_code=201, response_model=None)
 async def create(body: CreateSessionRequest, context: ContextDep) -> Response:
     """Create a session, empty or from a snapshot."""
+    require_unreserved(body.name)
     owner, settings = context.owner, body.settings()
     if body.from_snapshot is not None:
         return await _restore(body.from_snapshot, body.name, body.title, context)
@@ -137,6 +139,8 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
 
     def apply(operations: SessionOperations) -> Response:
         progress = engine.yield_turn if in_steps else None
+        if context.find(operations).parent != body.name:  # whose place it may take, as an undo does
+            require_unreserved(body.name)
         source = (context.name, context.owner, at, body.name, context.revision)
         record = operations.fork(*source, title=body.title, progress=progress)
         return session_response(record, 201)
@@ -221,6 +225,7 @@ async def delete_snapshot(name: SessionName, context: ContextDep) -> dict[str, A
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: SessionName, body: RestoreRequest, context: ContextDep) -> Response:
     """Create a session from a snapshot; it continues bit-exactly."""
+    require_unreserved(body.name)
     return await _restore(name, body.name, None, context)
 
 
