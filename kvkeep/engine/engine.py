@@ -1,5 +1,6 @@
 """The engine: generations, sessions and changes of sessions for many callers, in one thread."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -45,6 +46,7 @@ from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
+_log = logging.getLogger("kvkeep.engine")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -114,7 +116,7 @@ class Engine(AbstractContextManager["Engine"]):
         # Between looks for unsaved sessions and pins.
         idle_interval = min(1.0, self.limits.save_idle_after / 2 + 0.05)
         self._thread = EngineThread(
-            self._step, idle_interval, self._save_and_unlock, lambda: not self._scheduler.running
+            self._step, idle_interval, self._end, lambda: not self._scheduler.running
         )
         self._lookups = PrefixLookups(partial(self._thread.post, lambda: None))
         self._saver = SessionSaver(self._registry, self._thread.post)
@@ -376,20 +378,27 @@ class Engine(AbstractContextManager["Engine"]):
     def _step(self) -> bool:
         """Run a scheduler step; returns whether another one can follow at once."""
         if self._past_deadline:
-            for generation in self._scheduler.running:
-                generation.cancel()
+            self._scheduler.cancel_all()
         self._scheduler.step()
         self._saver.save_idle(self.limits.save_idle_after)
         if self._pin_files is not None:
             self._pin_files.save_changed()
         return self._scheduler.can_step
 
-    def _save_and_unlock(self) -> None:
-        self._lookups.close()
+    def _end(self) -> None:
+        """End what still runs, save all changes, and unlock all files, however much of it fails.
+
+        What cannot be made again is saved first, in case the process is killed meanwhile.
+        """
+        parts = [self._lookups.close, self._scheduler.cancel_all, self._scheduler.end_cancelled]
+        parts.append(self._saver.save_all)
         if self._pin_files is not None:
-            self._pin_files.save_all()
-        self._saver.save_all()
-        self._registry.close()
+            parts.append(self._pin_files.save_all)
+        for part in (*parts, self._saver.close, self._registry.close):
+            try:
+                part()
+            except Exception:
+                _log.exception("the end of the engine is not complete")
 
     def _discard(self, record: SessionRecord) -> None:
         """Cancel a session's generation, and remove the session."""

@@ -124,8 +124,12 @@ class PinFiles:
     def _save(self, record: SessionRecord) -> Future[None]:
         """Begin to write a session's file. A failure is logged, and tried again when it changes."""
         path = self._root(record.owner) / f"{record.name}{SNAPSHOT_SUFFIX}"
-        snapshot, codec = self._registry.snapshot(record), self._registry.codec
         self._sessions[record] = _SavedSession(path, record.revision, record.live.nbytes)
+        try:
+            snapshot, codec = self._registry.snapshot(record), self._registry.codec
+        except Exception as error:  # such as too little memory
+            _log.error("%s, which is pinned, could not be saved: %s", record.name, error)
+            return self._registry.writer.submit(lambda: None)
 
         def write() -> None:
             try:

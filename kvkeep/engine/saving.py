@@ -25,13 +25,21 @@ class SessionSaver:
         self._pending_saves = 0
 
     def save(self, record: SessionRecord) -> Future[int]:
-        """Begin to save a session; the result is the saved revision. Raises InvalidArgument."""
+        """Begin to save a session; the result is the saved revision. Raises InvalidArgument.
+
+        The future also raises what a snapshot raises, such as OutOfMemory.
+        """
         path, result = record.require_file().path, Future[int]()
         if record.session is None:  # it was saved when it was evicted
             result.set_result(record.revision)
             return result
-        snapshot, revision = self._registry.snapshot(record), record.revision
-        record.saving_revision, record.save_failed_at = revision, math.inf
+        record.saving_revision, record.save_failed_at = (revision := record.revision), math.inf
+        try:
+            snapshot = self._registry.snapshot(record)
+        except Exception as error:  # such as too little memory
+            self._note_failed(record, error)
+            result.set_exception(error)
+            return result
         self._pending_saves += 1
 
         def write() -> None:
@@ -74,13 +82,16 @@ class SessionSaver:
         return self._uploader.submit(save, path, self._registry.codec)
 
     def save_all(self) -> None:
-        """Save all changes, after the saves in progress."""
+        """Save all changes, after the saves in progress, and wait for it."""
         for record in self._registry:
             if record.dirty and record.file is not None:
                 try:
                     self._registry.save(record)
                 except Exception as error:
-                    _log.error("session %r could not be saved: %s", record.name, error)
+                    self._note_failed(record, error)
+
+    def close(self) -> None:
+        """Wait for all files that are being written, and end the threads that write them."""
         self._registry.writer.shutdown()
         self._uploader.shutdown()
 
@@ -90,6 +101,10 @@ class SessionSaver:
         self._pending_saves -= 1
         if error is None:
             record.mark_saved(revision)
-        else:  # tried again when it has changed, when it is evicted, or after some time
-            record.save_failed_at = time.monotonic()
-            _log.error("session %r could not be saved: %s", record.name, error)
+        else:
+            self._note_failed(record, error)
+
+    def _note_failed(self, record: SessionRecord, error: BaseException) -> None:
+        """Log a failure. It is tried again after a change, at an eviction, or after some time."""
+        record.save_failed_at = time.monotonic()
+        _log.error("session %r could not be saved: %s", record.name, error)

@@ -151,6 +151,10 @@ class Scheduler:
         self._remove_ended()
         self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
 
+    def cancel_all(self) -> None:
+        for generation in self.running:
+            generation.cancel()
+
     def end_cancelled(self) -> None:
         for generation in self.running:
             if generation.cancelled and generation.phase != "done":

@@ -1,5 +1,6 @@
 """The thread of an engine: it runs scheduler steps and, between them, calls of other threads."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvkeep.errors import Cancelled
 from kvkeep.runtime.worker import OPENMP_TIMEOUT_SECONDS, hosting, release_openmp_threads
 
+_log = logging.getLogger("kvkeep.engine")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,7 +40,8 @@ class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
 
     A *long* call runs the short ones that wait, and a step, at each of its turns (`take_turn`).
-    Other long calls wait until it is done.
+    Other long calls wait until it is done. A step that fails is logged, and the next one follows as
+    if there were no more to do.
 
     While it runs, it is the thread that computes for the whole process (`kvkeep.runtime.worker`).
     """
@@ -51,8 +54,9 @@ class EngineThread:
         may_end: Callable[[], bool] = lambda: True,
     ):
         """step: returns whether to step again at once; if not, the next step follows the next call,
-        or comes after `idle_seconds`. on_end: runs in the thread, after the last step. may_end:
-        whether the thread may end once it is closing; False while something waits for a call."""
+        or comes after `idle_seconds`. on_end: runs in the thread, after the last step, whatever has
+        failed. may_end: whether the thread may end once it is closing; False while something waits
+        for a call."""
         self._may_end = may_end
         self._step, self._idle_seconds, self._on_end = step, idle_seconds, on_end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
@@ -93,7 +97,7 @@ class EngineThread:
                 self._deferred.append(call)
             else:
                 call.run()
-        self._step()
+        self._try_step()
 
     def close(self) -> None:
         """Accept no more calls, and wait for the end."""
@@ -102,14 +106,12 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        has_work = False  # whether the last step asked for another one
         try:
             with hosting(self.post):  # it runs steps of sessions outside the engine, too
-                while has_work or not self._is_ending:
-                    self._run_calls(wait=not has_work)
-                    has_work = self._step()
-                self._run_calls(wait=False)
-                self._on_end()
+                try:
+                    self._run_until_closed()
+                finally:
+                    self._on_end()
         finally:  # however it ends, no caller may wait forever
             self.closing.set()
             self._ended.set()
@@ -118,6 +120,25 @@ class EngineThread:
     @property
     def _is_ending(self) -> bool:
         return self.closing.is_set() and self._may_end()
+
+    def _run_until_closed(self) -> None:
+        """Run calls and steps until no call can come and no step has more to do.
+
+        A call that was accepted during the last step before the end may start more work.
+        """
+        has_work = is_last = False  # whether the last step asked for another one
+        while has_work or not (is_last and self._may_end()):
+            is_last = self.closing.is_set()
+            self._run_calls(wait=not has_work)
+            has_work = self._try_step()
+
+    def _try_step(self) -> bool:
+        """Run a step; returns whether to step again at once, which a failed one does not."""
+        try:
+            return self._step()
+        except Exception:  # no request of another caller may suffer from it
+            _log.exception("a step of the engine failed")
+            return False
 
     def _refuse_calls(self) -> None:
         """Fail all waiting calls with Cancelled."""

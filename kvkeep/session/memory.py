@@ -13,7 +13,7 @@ from kvkeep.cache import Bits, Cells, Segment
 from kvkeep.cache.checkpoint import Checkpoint, Checkpoints
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.storage import nbytes as storage_bytes
-from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.policies import Policy, checked_bits
 from kvkeep.session.history import History
@@ -69,13 +69,19 @@ class Memory:
         return self._logits
 
     def state(self) -> MemoryState:
-        """Return the state to save. Cells are shared until one side must write to them."""
-        logits = self.logits()
+        """Return the state to save. Cells are shared until one side must write to them.
+
+        Without logits, as after a removal, if the model produces NaN or infinity for them.
+        """
+        try:
+            logits = self.logits()
+        except NonFiniteLogits:  # raised again by what needs them
+            logits = None
         return MemoryState(
             tokens=torch.tensor(self.tokens.array(), dtype=torch.int32, device="cpu"),
             serials=torch.tensor(self.serials.array(), dtype=torch.int64, device="cpu"),
             pins=sorted(self.pins),
-            hidden=None if self.hidden is None else self.hidden.clone(),
+            hidden=None if self.hidden is None or logits is None else self.hidden.clone(),
             logits=None if logits is None else logits.clone(),
             cache=self.cache.state(),
             checkpoints=self.checkpoints,
