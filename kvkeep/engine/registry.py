@@ -205,10 +205,14 @@ class SessionRegistry:
 
         Shared storage counts once.
         """
+        return self._bytes_beside(None)
+
+    def _bytes_beside(self, requester: SessionRecord | None) -> int:
+        """Return `nbytes` without those that only an idle requester holds."""
         idle = (record for record in self if record.session is not None and not record.busy)
-        held_bytes = memory_bytes([record.live.core.memory for record in idle])
+        memories = [record.live.core.memory for record in idle if record is not requester]
         reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
-        return held_bytes + reserved_bytes + self._other_bytes
+        return memory_bytes(memories) + reserved_bytes + self._other_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes of a session that other sessions, such as forks, share."""
@@ -228,10 +232,8 @@ class SessionRegistry:
             self._make_room(record.require_file().nbytes, requester=record)
         session = self.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
-        is_counted = self.get(record.name, record.owner) is record and not record.busy
-        counted_bytes = session.nbytes if is_counted else 0  # part of `self.nbytes`
         try:
-            self._make_room(requested_bytes, counted_bytes, record)
+            self._make_room(requested_bytes, record)
         except BaseException:
             if not was_in_memory:
                 record.session = None
@@ -248,21 +250,28 @@ class SessionRegistry:
         finally:
             self._other_bytes -= requested_bytes
 
-    def _make_room(
-        self, requested_bytes: int, counted_bytes: int = 0, requester: SessionRecord | None = None
-    ) -> None:
-        """Evict sessions until the bytes fit. counted_bytes: those of them in `self.nbytes`."""
-        limit = self.policy.limits.memory
+    def _make_room(self, requested_bytes: int, requester: SessionRecord | None = None) -> None:
+        """Evict sessions until the bytes of a requester fit, in the place of those that it holds.
+
+        Sessions that cannot be saved stay. Raises their StoreError if there is no room beside them.
+        """
+        limit, failures = self.policy.limits.memory, dict[SessionRecord, StoreError]()
         self.policy.require_fits_memory(requested_bytes)
-        while self.nbytes - counted_bytes + requested_bytes > limit:
-            victim = self.policy.choose_victim(self, requester, self.pins.clock())
-            if victim is None:
-                in_use = self.nbytes - counted_bytes
-                raise NoRoom(
-                    f"the request needs {requested_bytes / 1e6:,.1f} MB; of {limit / 1e6:,.1f} MB, "
-                    f"{in_use / 1e6:,.1f} MB are in use by others that are busy or resident"
-                )
-            self.evict(victim)
+        while (in_use := self._bytes_beside(requester)) + requested_bytes > limit:
+            candidates = (record for record in self if record not in failures)
+            victim = self.policy.choose_victim(candidates, requester, self.pins.clock())
+            if victim is not None:
+                try:
+                    self.evict(victim)
+                except StoreError as error:
+                    failures[victim] = error
+                continue
+            if failures:
+                raise next(iter(failures.values()))
+            raise NoRoom(
+                f"the request needs {requested_bytes / 1e6:,.1f} MB; of {limit / 1e6:,.1f} MB, "
+                f"{in_use / 1e6:,.1f} MB are in use by others that are busy or resident"
+            )
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
         """Find a session and load it; it may be busy. Raises as `find` and `reserve`.
@@ -285,13 +294,17 @@ class SessionRegistry:
         return record
 
     def evict(self, record: SessionRecord) -> None:
-        """Remove an idle session from memory; save it first unless it may be lost."""
+        """Remove an idle session from memory; save it first unless it may be lost.
+
+        Raises StoreError; the session and its pins stay in memory then.
+        """
+        is_lost = record.may_be_lost or not record.named
+        if record.dirty and not is_lost:
+            self.save(record)
         self._drop_pins(record)
-        if record.may_be_lost or not record.named:
+        if is_lost:
             self.remove(record)
             return
-        if record.dirty:
-            self.save(record)
         with suppress(StoreError):  # loading it reports that it cannot be read
             record.file_rounded = read_summary(record.require_file().path).rounded
         record.session = None

@@ -1,0 +1,57 @@
+"""Sessions that share cells or cannot be saved, within an engine's memory limit."""
+
+from pathlib import Path
+
+import pytest
+from engine.killed import CELL, MODEL, SETTINGS, new_engine, text, write
+from full_disk import small_files_only
+
+from kvkeep.engine import Engine, GenerationRequest, PinRequest
+from kvkeep.engine.record import max_session_bytes
+from kvkeep.errors import NoRoom, StoreError
+
+
+def in_memory(engine: Engine) -> set[str]:
+    return {record.name for record in engine.sessions().result() if record.session is not None}
+
+
+def test_cells_that_idle_forks_hold_leave_no_room_for_others() -> None:
+    """A ring that is continued is no longer shared; its forks hold the cells that were."""
+    needed = max_session_bytes(MODEL.session(**SETTINGS), None)
+    with new_engine(cells=2 * needed // CELL + 10) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 1, text(0, 100))
+        for number in range(6):
+            engine.fork("a", new_name=f"fork{number}").result()
+        running = engine.generate(GenerationRequest((), 10_000, ignore_eos=True), "a")
+        with pytest.raises(NoRoom):
+            engine.generate(GenerationRequest((), 10_000, ignore_eos=True), "fork0")
+        totals = engine.totals().result()
+        assert totals.nbytes <= totals.memory_limit
+        running.cancel()
+
+
+def test_a_session_that_cannot_be_saved_stays_and_the_next_one_is_evicted(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=200, save_idle_after=1e9) as engine:
+        for seed, name in enumerate(("changed", "saved")):
+            engine.create(name=name).result()
+            write(engine, name, 1, text(seed, 100))
+        engine.save("saved").result()
+        with small_files_only(1):
+            engine.generate(GenerationRequest(text(2, 100), 1, ignore_eos=True)).text()
+            assert in_memory(engine) == {"changed"}
+        assert engine.find("changed").result().dirty
+
+
+def test_a_session_that_cannot_be_saved_keeps_its_pins(tmp_path: Path) -> None:
+    prompt = GenerationRequest(text(0, 100), 1, ignore_eos=True, pins=(PinRequest(1000),))
+    other = GenerationRequest(text(1, 100), 1, ignore_eos=True)
+    with new_engine(tmp_path, cells=140, save_idle_after=1e9) as engine:
+        engine.create(name="pinned").result()
+        engine.generate(prompt, "pinned").text()
+        with small_files_only(1), pytest.raises(StoreError, match="Free some space"):
+            engine.generate(other)
+        assert [pin.record.name for pin in engine.pins().result()] == ["pinned"]
+        assert engine.totals().result().evicted_pins == 0
+        engine.generate(other).text()
+        assert engine.totals().result().evicted_pins == 1
