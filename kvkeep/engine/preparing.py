@@ -75,9 +75,9 @@ def prepare_named(
     if match.record is not None and match.record is not target:
         registry.pins.extend(match.record, match.common_tokens)
     if in_place is not None:
-        return _prepare_in_place(
-            existing or registry.add(empty_session, owner, name), in_place, report
-        )
+        source = in_place.record.live.core.state  # `add` may evict it from the registry
+        record = existing or registry.add(empty_session, owner, name)
+        return _prepare_in_place(record, in_place, source, report)
     resumes = match.resumes_session and match.record is target
     if resumes:
         return PreparedSession(target, report.reuse, resumed=match)
@@ -97,22 +97,26 @@ def _prepare_exact(
     record = existing or registry.add(session, *name)
     if existing:
         record.session, record.first_edit = session, ""
+        record.last_answer = record.last_prompt = None
         record.mark_changed()
     match.set_token_counts(record)
     return record
 
 
 def _prepare_in_place(
-    record: SessionRecord, match: InPlaceMatch, report: ReuseReport
+    record: SessionRecord, match: InPlaceMatch, source: SessionState, report: ReuseReport
 ) -> PreparedSession:
-    """Return the named session to align. From here on no exact reuse takes cells from it."""
+    """Return the named session to align. From here on no exact reuse takes cells from it.
+
+    source: the state of the matched session.
+    """
     if match.continues_session(record):
         return PreparedSession(record, report.reuse, report=report)
     if match.record is not record:
         record.parent = match.record.name
     record.first_edit = ALIGNED
     record.step_aligned_tokens = record.sampled_length = record.droppable_tokens = 0
-    source = match.record.live.core.state
+    record.last_answer = record.last_prompt = None
     return PreparedSession(record, report.reuse, match.plan, source, report)
 
 

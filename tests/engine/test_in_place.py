@@ -11,7 +11,7 @@ from engine.workload import Request, Result, batch
 from session_state import same, whole_state
 from small_models import local_spec, small_model, state_specs
 
-from kvkeep.engine import Engine, Limits
+from kvkeep.engine import Engine, GenerationRequest, Limits
 from kvkeep.engine.in_place import ALIGNED
 from kvkeep.engine.record import max_session_bytes
 from kvkeep.session.aligning import AlignedFeeding
@@ -322,3 +322,40 @@ def test_rereading_everything_is_an_evaluation_as_if_it_were_alone():
             "must be saved" in result.reuse.not_in_place or "similar" in result.reuse.not_in_place
         )
         assert result.same(alone(Request(SECOND, 4)))
+
+
+def test_a_new_named_session_is_aligned_although_its_source_is_evicted_for_it():
+    source = MODEL.session(**SETTINGS)
+    source.feed(text(1000))
+    for_new = max_session_bytes(MODEL.session(**SETTINGS), 0)
+    limits = Limits(memory=source.nbytes + for_new - 1)
+    prompt = (*text(1000)[:20], *text(9, 1), *text(1000)[25:400])
+    with Engine(MODEL, settings=SETTINGS, limits=limits) as engine:
+        engine.call(lambda: engine._registry.add(source, "0", named=False)).result()
+        request = GenerationRequest(prompt, 4, whole_text=True, alignment=IN_PLACE)
+        generation = engine.generate(request, "named")
+        generation.text()
+        assert generation.reuse.mode == "in_place"
+        (record,) = engine.sessions(unnamed=True).result()
+        assert (record.name, tuple(record.live.tokens)[: len(prompt)]) == ("named", prompt)
+
+
+@pytest.mark.parametrize("replaced_by", ["prompt", "alignment", "prepare"])
+def test_the_last_answer_of_a_text_that_was_replaced_is_dropped(replaced_by: str):
+    first = GenerationRequest(FIRST, 4, ignore_eos=True, whole_text=True)
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        engine.generate(first, "named").text()
+        record = engine.find("named").result()
+        assert record.last_answer is not None
+        assert record.last_answer.length == len(FIRST) + 4
+        if replaced_by == "prepare":
+            engine.prepare(text(100, 3), "named").result()
+            assert record.last_prompt is None
+        else:
+            aligned = replaced_by == "alignment"
+            prompt, options = (SECOND, IN_PLACE) if aligned else (text(100, 3), None)
+            request = GenerationRequest(prompt, 0, whole_text=True, alignment=options)
+            generation = engine.generate(request, "named")
+            generation.text()
+            assert (generation.reuse.mode == "in_place") is aligned
+        assert record.last_answer is None
