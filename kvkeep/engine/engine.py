@@ -390,10 +390,9 @@ class Engine(AbstractContextManager["Engine"]):
 
         What cannot be made again is saved first, in case the process is killed meanwhile.
         """
-        parts = [self._lookups.close, self._scheduler.cancel_all, self._scheduler.end_cancelled]
-        parts.append(self._saver.save_all)
-        if self._pin_files is not None:
-            parts.append(self._pin_files.save_all)
+        scheduler, pin_files = self._scheduler, self._pin_files
+        parts = [self._lookups.close, scheduler.cancel_all, scheduler.end_cancelled]
+        parts += [self._saver.save_all, *([pin_files.save_all] if pin_files else [])]
         for part in (*parts, self._saver.close, self._registry.close):
             try:
                 part()

@@ -14,6 +14,8 @@ from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import TokenScores
 from kvkeep.session.session import GREEDY, Session
 
+_MAX_PRIORITY = 1_000_000  # either side of 0
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -44,11 +46,17 @@ class GenerationRequest:
     on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "end_tokens", "pins"):
+            object.__setattr__(self, name, validation.items(name, getattr(self, name)))
         validation.optional_integer("max_tokens", self.max_tokens, 0)
         validation.instance("sampling", self.sampling, Sampling)
         validation.optional_integer("logprobs", self.logprobs, 0)
         validation.optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
-        validation.integer("priority", self.priority)
+        validation.integer("priority", self.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+        for token in self.end_tokens:
+            validation.integer("an end token", token)
+        for pin in self.pins:
+            validation.instance("a pin", pin, PinRequest)
         if self.alignment is not None:
             validation.instance("alignment", self.alignment, AlignmentOptions)
         if self.speculate is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep import validation
 from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import StepGrid
@@ -74,6 +75,7 @@ class Match:
         if num_removed:
             session.take_back(num_removed)
             self.record.sampled_length, self.record.droppable_tokens = self.reused_tokens, 0
+            self.record.last_answer = None
         session.draw_anew()
         return num_removed > 0
 
@@ -175,12 +177,15 @@ def best_match(
 ) -> Match:
     """Return the match with the session of which the prompt can reuse most tokens.
 
+    Raises InvalidArgument for a prompt that is no sequence of the model's token ids.
+
     candidates: the sessions of the prompt's owner; those on disk are skipped, and those with cells
     that a codec rounded, unless the prefix cache rounds them, too. empty_session: has
     the settings that a match must have. target: the session that will hold the prompt; None if any
     unnamed session may.
     """
-    ids = np.asarray(prompt, dtype=np.int32)
+    vocab_size = empty_session.core.model.spec.vocab_size
+    ids = np.asarray(validation.token_ids("prompt", prompt, vocab_size), dtype=np.int32)
     best = Match()
     may_be_rounded = getattr(empty_session.core.prefix_cache, "rounds", False)
     for record in candidates:

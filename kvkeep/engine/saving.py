@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
+from kvkeep.errors import StoreError
 
 _log = logging.getLogger("kvkeep.engine")
 _RETRY_FACTOR = 15
@@ -30,6 +31,7 @@ class SessionSaver:
         The future also raises what a snapshot raises, such as OutOfMemory.
         """
         path, result = record.require_file().path, Future[int]()
+        result.set_running_or_notify_cancel()  # a caller that is gone cancels no save
         if record.session is None:  # it was saved when it was evicted
             result.set_result(record.revision)
             return result
@@ -74,10 +76,19 @@ class SessionSaver:
                 return
 
     def snapshot(self, record: SessionRecord, label: str) -> Future[int]:
-        """Write a snapshot of a session under a label; the result is its size in bytes."""
+        """Write a snapshot of a session under a label; the result is its size in bytes.
+
+        Raises StoreError if there can be no folder for it.
+        """
         path = self._registry.snapshots_of(record.owner).path(label)
         if isinstance(path, Path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"snapshot {label!r} cannot be stored in {path.parent} "
+                    f"({error.strerror or error}): make it a folder that can be written"
+                ) from error
         save = self._registry.snapshot(record).save_by
         return self._uploader.submit(save, path, self._registry.codec)
 

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvkeep.engine.generation import Generation, Phase
@@ -11,7 +12,7 @@ from kvkeep.engine.record import SessionRecord, is_response_name
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP
 from kvkeep.errors import NoRoom
 from kvkeep.session.drafts import DraftPlanner, SpeculationOptions
-from kvkeep.session.speculation import sample_runs
+from kvkeep.session.speculation import Speculation, sample_runs
 
 _log = logging.getLogger("kvkeep.engine")
 _MAX_BATCH_SIZE = 64  # sessions in a forward pass: more delay each token and save nothing
@@ -166,10 +167,14 @@ class Scheduler:
 
         One token of each, and more of those whose drafts are right.
         """
-        ready = [generation for generation in generations if generation.check_can_decode()]
+        ready, speculations = list[Generation](), list[Speculation]()
+        for generation in generations:
+            with _failing_alone(generation):
+                if generation.check_can_decode():
+                    speculations.append(generation.speculation(self._speculates))
+                    ready.append(generation)
         if not ready:
             return
-        speculations = [generation.speculation(self._speculates) for generation in ready]
         limits = [generation.tokens_left for generation in ready]
         try:
             runs = sample_runs(speculations, limits, self._planner)
@@ -181,11 +186,9 @@ class Scheduler:
                     self._decode([generation])
             return
         for generation, run in zip(ready, runs, strict=True):
-            try:
+            with _failing_alone(generation):
                 run.require_followed()
                 generation.add_run(run)
-            except Exception as error:  # the others have their tokens
-                generation.fail(error)
 
     def _prefill(self) -> None:
         """Evaluate a prefill step of one prompt, or start to look it up in the prefix cache."""
@@ -232,6 +235,15 @@ class Scheduler:
 
     def _in_phase(self, phase: Phase) -> list[Generation]:
         return [generation for generation in self.running if generation.phase == phase]
+
+
+@contextmanager
+def _failing_alone(generation: Generation) -> Iterator[None]:
+    """End a generation with the error of a block that works for it alone."""
+    try:
+        yield
+    except Exception as error:
+        generation.fail(error)
 
 
 def _steps_left(generation: Generation) -> float:
