@@ -276,7 +276,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
         """Remove a session, and cancel its generation."""
-        return self.call(lambda: self._discard(self._registry.find(name, owner)))
+        return self.call(lambda: self.borrowed.discard(self._registry.find(name, owner)))
 
     def stop(
         self,
@@ -399,14 +399,10 @@ class Engine(AbstractContextManager["Engine"]):
             except Exception:
                 _log.exception("the end of the engine is not complete")
 
-    def _discard(self, record: SessionRecord) -> None:
-        """Cancel a session's generation, and remove the session."""
-        self._cancel_generation(record)
-        self._registry.remove(record)
-
     def _remove_name(self, record: SessionRecord) -> None:
         self._cancel_generation(record)
-        self._registry.remove_name(record)
+        if not record.removed:  # with the generation, as one without a name and still empty
+            self._registry.remove_name(record)
 
     def _cancel_generation(self, record: SessionRecord) -> None:
         for generation in self._scheduler.running:

@@ -359,8 +359,8 @@ class BorrowedSessions:
 
     def discard(self, record: SessionRecord) -> None:
         """Remove the session, and cancel its generation."""
-        if not record.removed:
-            self._cancel_generation(record)
+        self._cancel_generation(record)
+        if not record.removed:  # with the generation, as one without a name and still empty
             self._registry.remove(record)
 
     def stop(self, record: SessionRecord) -> None:

@@ -172,14 +172,22 @@ class EngineThread:
 
 
 def flatten_future(outer: Future[Future[T]]) -> Future[T]:
-    """Return a future with the result of the future that is the result of `outer`."""
+    """Return a future with the result of the future that is the result of `outer`.
+
+    It is cancelled if one of these is. Cancelling it cancels none of them.
+    """
     flat: Future[T] = Future()
 
     def forward_result(future: Future[Any]) -> None:
+        if future.cancelled():
+            flat.cancel()
+        elif future is outer and future.exception() is None:
+            future.result().add_done_callback(forward_result)
+            return
+        if not flat.set_running_or_notify_cancel():  # cancelled, perhaps by its caller
+            return
         if error := future.exception():
             flat.set_exception(error)
-        elif future is outer:
-            future.result().add_done_callback(forward_result)
         else:
             flat.set_result(future.result())
 

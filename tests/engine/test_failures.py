@@ -3,7 +3,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from kvkeep.engine import (
     PinRequest,
     SessionRecord,
 )
-from kvkeep.engine.thread import EngineThread
+from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -167,3 +168,48 @@ def test_a_step_that_fails_ends_no_engine_thread() -> None:
     thread.close()
     assert steps
     assert ends == [1]
+
+
+@pytest.mark.parametrize("remove", [Engine.discard, Engine.remove_name], ids=lambda f: f.__name__)
+def test_a_session_without_a_name_is_removed_before_its_first_step(
+    remove: Callable[[Engine, str], Future[None]],
+) -> None:
+    with new_engine() as engine:
+
+        def admit_and_remove() -> Future[None]:
+            request = GenerationRequest(text(0, 40), 1)
+            (generation,) = engine._admission.admit(request, None, "0", [None])
+            return remove(engine, generation.record.name)  # a call that runs before the step
+
+        engine.call(admit_and_remove).result().result(60)
+        assert engine.sessions(unnamed=True).result() == []
+        assert engine.totals().result().running == 0
+
+
+@pytest.mark.parametrize("cancelled", ["result", "outer", "inner"])
+def test_a_cancelled_result_is_cancelled_and_reports_no_error(
+    cancelled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outer, inner = Future[Future[int]](), Future[int]()
+    result = flatten_future(outer)
+    if cancelled == "outer":
+        outer.cancel()
+        outer.set_running_or_notify_cancel()
+    else:
+        (result if cancelled == "result" else inner).cancel()
+        outer.set_result(inner)
+        if inner.set_running_or_notify_cancel():
+            inner.set_result(1)
+    assert result.cancelled()
+    assert not caplog.records
+
+
+def test_a_save_goes_on_when_its_caller_is_gone(tmp_path: Path) -> None:
+    with new_engine(tmp_path, save_idle_after=1e9) as engine:
+        record, may_write = engine.create(name="a").result(), threading.Event()
+        engine._registry.writer.submit(may_write.wait)
+        saving = engine.call(engine.begin_save, record).result()
+        is_cancelled = saving.cancel()
+        may_write.set()
+        assert not is_cancelled
+        assert saving.result(60) == record.revision
