@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -380,9 +380,10 @@ class Engine(AbstractContextManager["Engine"]):
         if self._past_deadline:
             self._scheduler.cancel_all()
         self._scheduler.step()
-        self._saver.save_idle(self.limits.save_idle_after)
+        saves = [lambda: self._saver.save_idle(self.limits.save_idle_after)]
         if self._pin_files is not None:
-            self._pin_files.save_changed()
+            saves.append(self._pin_files.save_changed)
+        _call_each(saves)
         return self._scheduler.can_step
 
     def _end(self) -> None:
@@ -393,11 +394,7 @@ class Engine(AbstractContextManager["Engine"]):
         scheduler, pin_files = self._scheduler, self._pin_files
         parts = [self._lookups.close, scheduler.cancel_all, scheduler.end_cancelled]
         parts += [self._saver.save_all, *([pin_files.save_all] if pin_files else [])]
-        for part in (*parts, self._saver.close, self._registry.close):
-            try:
-                part()
-            except Exception:
-                _log.exception("the end of the engine is not complete")
+        _call_each([*parts, self._saver.close, self._registry.close])
 
     def _remove_name(self, record: SessionRecord) -> None:
         self._cancel_generation(record)
@@ -419,6 +416,15 @@ class Engine(AbstractContextManager["Engine"]):
             return session
         store = StepAlignedCache(self._stores(owner), StepGrid.of(session))
         return self.model.session(store=store, **settings)
+
+
+def _call_each(functions: Iterable[Callable[[], None]]) -> None:
+    """Call functions, all of them: an error of one is logged."""
+    for function in functions:
+        try:
+            function()
+        except Exception:
+            _log.exception("an engine could not save or end all that it should")
 
 
 def _stores_in_folder(path: str | Path, codec: Codec) -> Callable[[str], PrefixCache]:
