@@ -340,6 +340,18 @@ def test_a_new_named_session_is_aligned_although_its_source_is_evicted_for_it():
         assert (record.name, tuple(record.live.tokens)[: len(prompt)]) == ("named", prompt)
 
 
+def test_the_last_answer_whose_end_a_prompt_lacks_is_dropped():
+    first = GenerationRequest(FIRST, 4, ignore_eos=True, whole_text=True)
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        engine.generate(first, "named").text()
+        record = engine.find("named").result()
+        prompt = (*tuple(record.live.tokens)[:-1], 249, 249)
+        generation = engine.generate(GenerationRequest(prompt, 0, whole_text=True), "named")
+        generation.text()
+        assert generation.reuse.tokens == len(FIRST) + 3
+        assert record.last_answer is None
+
+
 @pytest.mark.parametrize("replaced_by", ["prompt", "alignment", "prepare"])
 def test_the_last_answer_of_a_text_that_was_replaced_is_dropped(replaced_by: str):
     first = GenerationRequest(FIRST, 4, ignore_eos=True, whole_text=True)
