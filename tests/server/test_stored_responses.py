@@ -1,5 +1,6 @@
 """Stored responses are bounded in number and bytes, apart from the sessions of users."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,13 +61,16 @@ def await_saved(client: httpx.Client) -> None:
 
 
 def test_the_least_recently_used_responses_are_dropped(small: Model, tmp_path: Path) -> None:
-    """One that was read or continued counts as used; and so does each after a restart."""
+    """One that was read or continued counts as used. After a restart, by when it was saved."""
     with client_of(small, tmp_path, responses_per_owner=3) as client:
         stored = [respond(client, f"Question {number}") for number in range(3)]
         assert status(client, stored[0]) == 200
         stored.append(respond(client, "And?", previous_response_id=stored[2]["id"]))
         assert [status(client, response) for response in stored] == [200, 404, 200, 200]
-    assert len(list(tmp_path.rglob("resp_*.kvkeep"))) == 3
+    files = {path.stem: path for path in tmp_path.rglob("resp_*.kvkeep")}
+    assert len(files) == 3
+    for age, number in enumerate((3, 2, 0)):
+        os.utime(files[stored[number]["id"]], (1_000_000 - age, 1_000_000 - age))
     with client_of(small, tmp_path, responses_per_owner=3) as client:
         stored.append(respond(client, "And?", previous_response_id=stored[3]["id"]))
         assert names(client) == {stored[number]["id"] for number in (2, 3, 4)}
