@@ -60,14 +60,12 @@ def _drop_oldest(operations: SessionOperations, owner: str, limits: Limits, star
             continue
         is_text = _TEXT_ONLY_NOTE in record.notes
         count, num_bytes[is_text] = count + 1, num_bytes[is_text] + record.kept_bytes
-        is_too_old, is_too_much = (
-            count > limits.responses_per_owner,
-            num_bytes[is_text] > limits.memory,
-        )
+        is_too_old = count > limits.responses_per_owner
+        is_too_much = num_bytes[is_text] > limits.memory
         if count > 1 and (is_too_old or is_too_much) and record not in kept and not record.pinned:
             surplus.append((record, is_text or is_too_old))
     for record, is_deleted in surplus[-_MAX_DROPPED:]:
-        with suppress(KvkeepError):
+        with suppress(KvkeepError, OSError):  # such as of a disk that is read-only by now
             if is_deleted:
                 operations.delete(record.name, owner)
             else:
