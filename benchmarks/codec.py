@@ -96,9 +96,12 @@ def kv_bytes(path: Path) -> int:
     )
 
 
-def restored(model: Model, session: Session, codec: Codec, path: Path) -> Session:
-    session.snapshot().save(path, codec)
-    return model.restore(Snapshot.load(path))
+def restored(model: Model, session: Session, codec: Codec, path: Path, saves: int = 1) -> Session:
+    """Return a session that was saved and restored so many times."""
+    for _ in range(saves):
+        session.snapshot().save(path, codec)
+        session = model.restore(Snapshot.load(path))
+    return session
 
 
 def passages(
@@ -123,7 +126,7 @@ def predict(session: Session, following: list[int]) -> Tensor:
 
 
 def measure_loss(
-    model: Model, haystack: str, tokens: int, count: int, seed: int, folder: Path
+    model: Model, haystack: str, tokens: int, count: int, seed: int, saves: int, folder: Path
 ) -> list[CodecLoss]:
     path, sizes = folder / "a.kvkeep", {codec: list[int]() for codec in CODECS}
     kl = {codec: list[float]() for codec in CODECS}
@@ -133,7 +136,7 @@ def measure_loss(
             session.feed(passage)
             exact = predict(session, following)
             for codec in CODECS:
-                other = restored(model, session, codec, path)
+                other = restored(model, session, codec, path, saves)
                 sizes[codec].append(kv_bytes(path))
                 difference = exact.exp() * (exact - predict(other, following))
                 kl[codec].append(float(difference.sum(-1).mean()))
@@ -219,6 +222,7 @@ def table(losses: Sequence[CodecLoss]) -> str:
 @model_option
 @click.option("--tokens", default="1000,4000", help="Lengths of passages.")
 @click.option("--samples", "count", default=8)
+@click.option("--saves", default=1, help="How often a passage is saved and restored.")
 @click.option("--facts", default=10, help="Texts with hidden facts; 0 for none.")
 @click.option("--repeats", default=5, help="Of timed saves and loads; 0 for none.")
 @click.option("--calibrated", default=30000, help="Tokens of the manual that the basis is of.")
@@ -229,6 +233,7 @@ def codec(
     name: str,
     tokens: str,
     count: int,
+    saves: int,
     facts: int,
     repeats: int,
     calibrated: int,
@@ -244,7 +249,7 @@ def codec(
         folder = Path(temporary)
         for haystack in TEXTS:
             for length in map(int, tokens.split(",")):
-                losses += measure_loss(model, haystack, length, count, seed, folder)
+                losses += measure_loss(model, haystack, length, count, seed, saves, folder)
             if facts:
                 recalls += measure_facts(model, haystack, 1000, facts, seed, folder)
         if repeats:
@@ -255,7 +260,13 @@ def codec(
     for timed in times:
         seconds = f"{median(timed.save):.3f} s to save, {median(timed.load):.3f} s to load"
         click.echo(f"{timed.codec}: {timed.bytes / 1e6:.1f} MB, {seconds}")
-    about = {"model": name, "seed": seed, "samples": count, "calibrated": calibrated}
+    about = {
+        "model": name,
+        "seed": seed,
+        "samples": count,
+        "saves": saves,
+        "calibrated": calibrated,
+    }
     machine = dataclasses.asdict(describe_machine())
     sections = {
         "losses": [dataclasses.asdict(row) for row in losses],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.checks import require
-from kvkeep.storage.lossy.basis import CellBasis
+from kvkeep.storage.lossy.basis import CellBasis, GroupBasis
 from kvkeep.storage.lossy.packing import MAX_MAGNITUDE, pack, unpack
 
 BLOCK_CELLS = 256
@@ -23,6 +23,9 @@ _OUTLIER_ENERGY = 16  # times the median: cells of a larger sum of squares are s
 # Added before a coefficient is rounded towards 0. Less than one half: most coefficients are small,
 # and a 0 costs less than what it loses.
 _ROUNDING = 0.4
+# Components with a larger multiple are computed in float32 where others are in bfloat16: that would
+# round them by up to a whole step, once more with each save of restored cells.
+_MAX_BFLOAT16_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,9 @@ def _quantised(
         rows.view(turned.shape).copy_(turned)
         # Transposed, since integers are packed component by component.
         multiples = (encode @ rows.T).float()
+        if encode.dtype != torch.float32:
+            large = multiples.abs().amax(1) > _MAX_BFLOAT16_MULTIPLE * step
+            multiples[large] = group.encode.T[large].float() @ turned.reshape(count, -1).T
         multiples *= 1 / step
         energies += multiples.square().sum(0)
         multiples.add_(multiples.sign(), alpha=_ROUNDING)
@@ -187,8 +193,7 @@ def _decode_tile(
     for layers, group, (_, decode) in zip(basis.layer_groups(), groups, matrices, strict=True):
         part = integers[first : first + group.components]
         first += group.components
-        used = _used_components(part)
-        rows = part[:used].to(decode.dtype).T @ decode[:used]
+        rows = _decoded_rows(part[: _used_components(part)], group, decode)
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
         means = group.mean.view(num_layers, heads, 1, head_dim)
@@ -196,6 +201,17 @@ def _decode_tile(
         if rotation is not None:
             vectors = rotation.of_layers(layers).turn(vectors)
         out[layers] = vectors
+
+
+def _decoded_rows(integers: Tensor, group: GroupBasis, decode: Tensor) -> Tensor:
+    """Return the vectors of integers `[components, n]` without the mean, in steps: `[n, width]`."""
+    count = len(integers)
+    if decode.dtype == torch.float32:
+        return integers.float().T @ decode[:count]
+    large = (integers.abs() > _MAX_BFLOAT16_MULTIPLE).any(1)
+    small = integers.masked_fill(large.unsqueeze(1), 0)
+    rows = (small.to(decode.dtype).T @ decode[:count]).float()
+    return rows.addmm_(integers[large].float().T, group.decode[:count][large].float())
 
 
 def _used_components(integers: Tensor) -> int:
