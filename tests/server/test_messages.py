@@ -117,7 +117,7 @@ def test_a_required_tool_is_used(client: anthropic.Anthropic, streamed: bool, ch
         {"messages": [{"role": "robot", "content": "a"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": [{"text": 5}]}]},
-        {"thinking": {"type": "perhaps"}},
+        {"thinking": {"type": 5}},
         {"output_config": {"format": {"type": "yaml"}}},
         {"temperature": 9},
         {"tools": [{"name": "no good name"}]},
