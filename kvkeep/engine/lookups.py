@@ -66,5 +66,9 @@ def _first_block(generation: Generation) -> tuple[str, Sequence[int]]:
 def _look_up(lookup: Callable[[], None]) -> None:
     try:
         lookup()
+    except Exception:
+        raise
+    except BaseException as error:  # raised in the engine's thread, it would end it
+        raise RuntimeError(f"a lookup ended with {error!r}") from error
     finally:
         release_openmp_threads()  # rounded cells are decoded in it

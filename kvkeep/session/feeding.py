@@ -13,6 +13,7 @@ from kvkeep.session.evaluation import evaluate_step, step_end
 from kvkeep.session.scoring import TokenScores, last_hidden_state, score_tokens
 from kvkeep.session.stored_prefix import StoredPrefix
 from kvkeep.storage.prefixes.block import PrefixMatch
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
 _TRIM_AFTER_SECONDS = 0.25  # shorter prompts skip `trim_memory`, which would take a part of that
 
@@ -94,7 +95,8 @@ class Feeding(Iterator[FeedStep]):
         """Whether `step` begins with a lookup of the prompt in the prefix cache."""
         core = self._core
         is_first = not (self.done or core.memory.tokens or self._was_looked_up or self._closed)
-        return is_first and core.prefix_cache is not None and self._top_logprobs is None
+        has_cache = core.prefix_cache is not None and self._top_logprobs is None
+        return is_first and has_cache and self.total > BLOCK_TOKENS
 
     def lookup(self) -> Callable[[], None]:
         """Return the lookup, whose result the next step loads; see `needs_lookup`.

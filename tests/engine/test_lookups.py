@@ -30,7 +30,7 @@ class GatedStore(PrefixStore):
     begun: the first tokens of the prompts that were looked up, in this order.
     """
 
-    def __init__(self, path: Path, error: Exception | None = None):
+    def __init__(self, path: Path, error: BaseException | None = None):
         super().__init__(path)
         self.gate, self.begun, self._error = threading.Event(), list[int](), error
         self._has_begun = threading.Semaphore(0)
@@ -94,6 +94,17 @@ def test_other_generations_decode_and_prefill_during_a_lookup(store: GatedStore)
         assert result(found) == alone(text(700))
         assert (found.reuse.tokens, found.reuse.source) == (512, "store")
         decoding.cancel()
+
+
+def test_prompts_that_no_block_can_hold_wait_for_no_lookup(store: GatedStore) -> None:
+    with Engine(MODEL, settings=SETTINGS, stores=lambda _: store) as engine:
+        found = [engine.generate(request(text(300, first))) for first in range(1, 6)]
+        store.wait_for_lookups(4)
+        assert result(engine.generate(request(text(3)))) == alone(text(3))
+        assert not store.gate.is_set()
+        store.gate.set()
+        for generation in found:
+            generation.text()
 
 
 def test_other_sessions_are_fed_during_the_lookup_of_a_session(store: GatedStore) -> None:
@@ -175,11 +186,14 @@ def test_a_prompt_is_evaluated_whose_lookup_fails(tmp_path: Path, num_prompts: i
         assert [result(x) for x in generations] == [alone(prompt) for prompt in prompts]
 
 
-def test_a_defect_of_a_store_ends_only_the_generation_that_meets_it(tmp_path: Path) -> None:
-    store = GatedStore(tmp_path, RuntimeError("a defect of the store"))
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_defect_of_a_store_ends_only_the_generation_that_meets_it(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    store = GatedStore(tmp_path, kind("a defect of the store"))
     store.gate.set()
     with Engine(MODEL, settings=SETTINGS, stores=lambda _: store) as engine:
         decoding = engine.generate(request(text(200)))
         with pytest.raises(RuntimeError, match="a defect of the store"):
-            engine.generate(request(text(700))).text()
+            engine.generate(request(text(700, 9))).text()
         assert result(decoding) == alone(text(200))

@@ -18,6 +18,7 @@ from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.grammar import Grammar
+from tests.chat.templates import QWEN25
 
 SCHEMA = {
     "type": "object",
@@ -122,7 +123,11 @@ def test_a_changed_pattern_is_followed_or_refused(model: Model) -> None:
     assert fuzz(read, 44)["read"]
 
 
-def test_changed_tools_are_called_or_refused(model: Model) -> None:
+def test_changed_tools_are_called_or_refused(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(QWEN25)
+    model = load_model(str(folder), dtype="float32")
+
     def read(random: Random) -> None:
         body = {**mutate_json(TOOLS, random), "messages": MESSAGES}
         answer = compile_answer(model, parse_chat(body))

@@ -117,6 +117,19 @@ def uneven_cells() -> tuple[Tensor, Tensor, CellBasis]:
     return cells.bfloat16(), torch.arange(count) + 4, basis
 
 
+def test_uneven_blocks_decode_by_themselves() -> None:
+    cells, positions, basis = uneven_cells()
+    coded = encode_cells(cells, positions, basis, STEP, rotated=True)
+    decoded = decode_cells(coded, positions, basis, STEP, rotated=True)
+    is_first = coded.exact_cells < BLOCK_CELLS
+    exact = coded.exact[:, :, is_first]
+    alone = replace(
+        coded, frames=coded.frames[:1], exact_cells=coded.exact_cells[is_first], exact=exact
+    )
+    part = decode_cells(alone, positions[:BLOCK_CELLS], basis, STEP, rotated=True)
+    assert torch.equal(part, decoded[:, :, :BLOCK_CELLS])
+
+
 def test_errors_do_not_add_up_when_restored_cells_are_saved_again() -> None:
     cells, positions, basis = uneven_cells()
     errors, current = list[float](), cells

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.storage.sessions.folder import SessionFolder
+from kvkeep.storage.sessions.folder_lock import exclusive_lock, is_locked
 
 
 @pytest.mark.parametrize("name", ["a", "Notes-2", "a.b_c", "7", "_x", "x" * 100])
@@ -226,3 +227,18 @@ def test_a_session_removed_by_another_process_is_reported_as_missing(
     monkeypatch.setattr(FileLock, "acquire", after_a_removal)
     with pytest.raises(InvalidArgument, match="no session 'a'"):
         folder.remove("a")
+
+
+def test_a_lock_file_that_cannot_be_removed_is_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, removed = tmp_path / "lock", Path.unlink
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(OSError, match="Read-only"), exclusive_lock(path):
+        pass
+    monkeypatch.setattr(Path, "unlink", removed)
+    assert not is_locked(path)

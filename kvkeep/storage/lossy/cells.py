@@ -193,7 +193,8 @@ def _decode_tile(
     for layers, group, (_, decode) in zip(basis.layer_groups(), groups, matrices, strict=True):
         part = integers[first : first + group.components]
         first += group.components
-        rows = _decoded_rows(part[: _used_components(part)], group, decode)
+        # By blocks: which components are large must not depend on the cells of other blocks.
+        rows = torch.cat([_decoded_rows(block, group, decode) for block in _blocks(part)])
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
         means = group.mean.view(num_layers, heads, 1, head_dim)
@@ -205,7 +206,7 @@ def _decode_tile(
 
 def _decoded_rows(integers: Tensor, group: GroupBasis, decode: Tensor) -> Tensor:
     """Return the vectors of integers `[components, n]` without the mean, in steps: `[n, width]`."""
-    count = len(integers)
+    integers = integers[: (count := _used_components(integers))]
     if decode.dtype == torch.float32:
         return integers.float().T @ decode[:count]
     large = (integers.abs() > _MAX_BFLOAT16_MULTIPLE).any(1)

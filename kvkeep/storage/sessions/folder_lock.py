@@ -17,8 +17,10 @@ def exclusive_lock(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: see `_open_locked`
-        os.close(descriptor)
+        try:
+            path.unlink(missing_ok=True)  # while it is locked: see `_open_locked`
+        finally:
+            os.close(descriptor)
 
 
 def is_locked(path: Path) -> bool:
