@@ -1,6 +1,7 @@
 """The stored calibration of a model: sessions are made, compressed and restored by it."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_sessions_keep_their_calibration_when_another_is_added(
     path.unlink()
     with pytest.raises(InvalidArgument, match=rf"copy \*-{stored.digest[:32]}.kvcal from"):
         MODEL.restore(snapshot)
+
+
+def test_a_copy_that_the_advice_asks_for_is_not_the_default_of_new_sessions(
+    stored: Calibration, other: Calibration, tmp_path: Path
+) -> None:
+    snapshot = fed(MODEL.session(**ARCHIVE)).snapshot()
+    path = add_calibration(stored)
+    os.utime(path, (1, 1))
+    add_calibration(other)
+    there = path.rename(tmp_path / path.name)
+    with pytest.raises(InvalidArgument, match=r"modification time \(cp -p\): new sessions use"):
+        MODEL.restore(snapshot)
+    shutil.copy2(there, path)
+    assert MODEL.restore(snapshot).settings["calibrated_by"] == stored.digest
+    assert MODEL.session(**ARCHIVE).settings["calibrated_by"] == other.digest
 
 
 def test_a_calibration_that_is_measured_again_is_the_newest(

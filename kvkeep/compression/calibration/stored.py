@@ -66,7 +66,7 @@ def find_calibration(digest: str, model: LoadedModel) -> Calibration | None:
         if calibration.digest != digest:
             raise CorruptFile(
                 f"{path} has the digest {calibration.digest}, which differs from its name: replace "
-                "it by a copy from another machine"
+                "it by a copy from another machine (cp -p)"
             )
         return calibration
     # Earlier versions had one for each model, without a digest in its name.
@@ -78,7 +78,8 @@ def copy_advice(digest: str) -> str:
     """Return how to get a calibration that is on another machine, for error messages."""
     return (
         f"copy *-{digest[:_DIGEST_LENGTH]}{_SUFFIX} from the folder of calibrations of the machine "
-        f"that has it to {_folders()[0]}"
+        f"that has it to {_folders()[0]} with its modification time (cp -p): new sessions use the "
+        "newest"
     )
 
 
