@@ -33,7 +33,7 @@ _FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 
 
 class OriginMiddleware:
-    """Rejects requests with a wrong Host (DNS rebinding) or Origin.
+    """Rejects requests of unclear length, or with a wrong Host (DNS rebinding) or Origin.
 
     Browsers send an Origin with every page's requests, so those of foreign pages are rejected.
     Adds security headers to each response, and counts its status.
@@ -60,6 +60,7 @@ class OriginMiddleware:
             await send(message)
 
         try:
+            _require_one_length(headers)  # first: no other response may leave the connection open
             self._check_host_and_origin(scope, headers)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send_with_headers)
@@ -100,7 +101,7 @@ class SecurityMiddleware:
             return
         headers = dict(Headers(scope=scope).items())  # the last one of each name
         try:
-            _check_length(headers)
+            _check_size(headers)
             scope["owner"] = self._authenticate(scope, headers)
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
@@ -125,12 +126,16 @@ class SecurityMiddleware:
         return owner
 
 
-def _check_length(headers: dict[str, str]) -> None:
-    """Raise ApiError for a body that is too large, or that a proxy may see end elsewhere."""
-    content_length = headers.get("content-length", "0")
+def _require_one_length(headers: dict[str, str]) -> None:
+    """Raise ApiError for a body that a proxy may see end elsewhere."""
     if "content-length" in headers and "transfer-encoding" in headers:
         message = "use Content-Length or Transfer-Encoding, not both"
         raise ApiError(400, message, closes=True)
+
+
+def _check_size(headers: dict[str, str]) -> None:
+    """Raise ApiError for a body that is too large."""
+    content_length = headers.get("content-length", "0")
     if not (content_length.isascii() and content_length.isdigit()):
         raise ApiError(400, "Content-Length must be a number")
     if len(content_length) > 12 or int(content_length) > MAX_BODY_BYTES:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,12 @@ def serving(
     keys: ApiKeys | None = None,
     edits: bool = False,
     context_policy: ContextPolicy = "refuse",
+    origins: Collection[str] = (),
 ) -> Iterator[RunningServer]:
-    """Serve an engine, and close it. Arguments as of `running_server`."""
+    """Serve an engine, and close it. origins: allowed; the rest as of `running_server`."""
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     service.context_policy = context_policy
-    config = connection_config(application(service), port=0)
+    config = connection_config(application(service, origins=origins), port=0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from urllib.parse import unquote
 
 import pytest
-from server.conftest import RunningServer
+from server.conftest import RunningServer, serving
+from small_models import small_model
 
+from kvkeep.engine import Engine
 from kvkeep.server import connections, security
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -120,6 +122,31 @@ def test_a_request_of_unclear_length_is_refused_or_is_the_last(
     answer = answer_to(server, POST + rest)
     assert re.match(rb"HTTP/1.1 4\d\d ", answer) or answer == b""
     assert answer.count(b"HTTP/1.1 ") <= 1
+
+
+ORIGIN = b"https://app.example"
+PREFLIGHT = (
+    b"OPTIONS /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nAccess-Control-Request-Method: POST\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        PREFLIGHT + b"Origin: " + ORIGIN + b"\r\n",
+        PREFLIGHT + b"Origin: https://elsewhere.example\r\n",
+        PREFLIGHT,
+        POST + b"Origin: https://elsewhere.example\r\n",
+        POST.replace(b"127.0.0.1", b"elsewhere.example"),
+    ],
+    ids=["preflight", "refused-preflight", "no-origin", "other-origin", "other-host"],
+)
+def test_no_response_leaves_a_connection_open_after_a_request_of_two_lengths(start: bytes) -> None:
+    """Neither that to a CORS preflight, nor a refusal of the host or the origin."""
+    with serving(Engine(small_model()), origins=[ORIGIN.decode()]) as server:
+        answer = answer_to(server, start + AMBIGUOUS[0])
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 NAMES = (
