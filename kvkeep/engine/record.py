@@ -88,7 +88,8 @@ class SessionRecord:
     last_answer: LastAnswer | None = None
     reserved_bytes: int = 0  # bytes that it can take while it is busy
     created: float = field(default_factory=time.time)
-    last_used: float = field(default_factory=time.monotonic)
+    last_changed: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)  # maybe by an earlier process
 
     @property
     def live(self) -> Session:
@@ -256,7 +257,7 @@ class SessionRecord:
     def mark_changed(self, edit: str = "") -> None:
         """Increase the revision. edit: the operation, if it did more than append."""
         self.revision += 1
-        self.last_used = time.monotonic()
+        self.last_used = self.last_changed = time.monotonic()
         self.first_edit = self.first_edit or edit
 
 

@@ -59,18 +59,18 @@ class SessionSaver:
         return result
 
     def save_idle(self, seconds: float) -> None:
-        """Begin to save one changed session that has been idle for `seconds`, if there is one.
+        """Begin to save one session whose last change was `seconds` ago, if it is idle.
 
         A save that failed, as on a full disk, is tried again after `_RETRY_FACTOR` times as long.
         """
         if self._pending_saves:
             return
         now = time.monotonic()
-        idle_before, failed_before = now - seconds, now - _RETRY_FACTOR * seconds
+        changed_before, failed_before = now - seconds, now - _RETRY_FACTOR * seconds
         for record in self._registry:
             is_due = record.saving_revision != record.revision
             has_unsaved = record.dirty and (is_due or record.save_failed_at < failed_before)
-            is_idle = not record.busy and record.last_used < idle_before
+            is_idle = not record.busy and record.last_changed < changed_before
             if has_unsaved and is_idle and record.file is not None:
                 self.save(record)
                 return

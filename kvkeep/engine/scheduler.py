@@ -32,7 +32,7 @@ class Limits:
     responses_per_owner: int = 1_000  # stored ones; of more the server drops the oldest
     prompt_tokens: int = 250_000  # of one prompt
     pins_per_owner: int = 64  # prefixes that requests protect from eviction
-    save_idle_after: float = 2.0  # seconds that a session is idle before its changes are saved
+    save_idle_after: float = 2.0  # seconds from the last change to the save
 
 
 class SchedulingPolicy:

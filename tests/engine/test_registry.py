@@ -252,6 +252,15 @@ def test_idle_sessions_are_saved(tmp_path: Path) -> None:
 def test_close_saves_unsaved_sessions(tmp_path: Path) -> None:
     with new_engine(tmp_path, save_idle_after=1e9) as engine:
         engine.create(name="a").result()
+def test_a_session_that_is_read_again_and_again_is_saved(tmp_path: Path) -> None:
+    with new_engine(tmp_path, save_idle_after=0.5) as engine:
+        record = engine.create(name="a").result()
+        while record.dirty:
+            engine.use("a").result()
+            time.sleep(0.01)
+        assert record.last_used > record.last_changed
+
+
         write(engine, "a", 9, text(0, 20))
         revision = engine.sessions().result()[0].revision
     with new_engine(tmp_path) as engine:
