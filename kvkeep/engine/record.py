@@ -140,8 +140,13 @@ class SessionRecord:
     def snapshot_notes(self) -> dict[str, Any]:
         """Return the notes to save in a snapshot, for `restore_from` of another record."""
         fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
-        engine_notes = {"name": self.name, "revision": self.revision, **fields}
+        used = time.time() - (time.monotonic() - self.last_used)
+        engine_notes = {"name": self.name, "revision": self.revision, "used": used, **fields}
         return {**self.notes, ENGINE_NOTES_KEY: engine_notes}
+
+    def restore_use(self, used: float) -> None:
+        """Set the time of the last use. used: in seconds since 1970; one in the future is now."""
+        self.last_used = time.monotonic() - max(0.0, time.time() - used)
 
     def restore_from(self, notes: Mapping[str, Any]) -> None:
         """Set the fields to those in the notes of the session's own snapshot."""

@@ -74,7 +74,7 @@ class SessionRegistry:
     def _recover(self, folder: SessionFolder) -> None:
         """Register an owner's sessions, on disk only. Raises Locked if an engine uses one.
 
-        The last saved one counts as the last used one.
+        Files of earlier versions lack the time of the last use, and count as used when saved.
         """
         owner = folder.root.name
         folder.sweep()  # removes temporary files of killed processes
@@ -90,7 +90,10 @@ class SessionRegistry:
                 self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
                 continue
             record = SessionRecord(name, owner, named=True, file=file, session=None)
-            record.restore_from(document.get("notes", {}))
+            notes = document.get("notes", {})
+            record.restore_from(notes)
+            used = notes.get(ENGINE_NOTES_KEY, {}).get("used")
+            record.restore_use(path.stat().st_mtime if used is None else used)
             record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
             unsaved_revision = file.marked_revision()
             if unsaved_revision > record.revision:
