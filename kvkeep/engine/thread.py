@@ -12,7 +12,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from kvkeep.errors import Cancelled
-from kvkeep.runtime.worker import OPENMP_TIMEOUT_SECONDS, hosting, release_openmp_threads
+from kvkeep.runtime.worker import (
+    OPENMP_TIMEOUT_SECONDS,
+    hosting,
+    others_may_compute,
+    release_openmp_threads,
+)
 
 _log = logging.getLogger("kvkeep.engine")
 P = ParamSpec("P")
@@ -103,7 +108,8 @@ class EngineThread:
         """Accept no more calls, and wait for the end."""
         self.closing.set()
         self.post(lambda: None)  # wakes it
-        self._thread.join()
+        with others_may_compute():
+            self._thread.join()
 
     def _run(self) -> None:
         try:

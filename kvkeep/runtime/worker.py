@@ -18,6 +18,7 @@ the lock until its end. Steps that its progress callback requests, such as those
 `Engine.yield_turn`, run in the same thread under the same lock.
 """
 
+import atexit
 import ctypes
 import os
 import threading
@@ -33,6 +34,7 @@ import torch
 
 OPENMP_TIMEOUT_SECONDS = 0.05  # without a step, after which a thread releases its OpenMP team
 _HOST_TIMEOUT_SECONDS = 0.02  # after which a step is offered to the module's thread, too
+_EXIT_SECONDS = 5.0  # in which a step that runs when the process ends can be completed
 _HANDOVER_SECONDS = 0.0002  # in which a thread that waits for the lock can take it
 _OMP_PAUSE_SOFT = 1
 
@@ -98,6 +100,7 @@ class ComputeWorker:
         self.waiting_callers = set[object]()
         self._jobs = SimpleQueue[_Job]()
         self.host: _Host | None = None
+        self.is_ending = False  # the process is, and has taken the lock: see `_stop_computing`
         self.start_lock = threading.RLock()  # an interrupted call may leave it locked
         self._thread: threading.Thread | None = None
 
@@ -185,8 +188,9 @@ class ComputeWorker:
             except Empty:
                 release_openmp_threads()
                 job = self._jobs.get()
-            self._run_job(job)
-            del job  # or the last caller's session would be held until the next call
+            with self.lock:
+                self._run_job(job)
+                del job  # or the last caller's session would be held until the next call
 
     def _run_job(self, job: _Job) -> None:
         # Claimed only under the lock: until then the host may run it, or its caller cancel it.
@@ -196,6 +200,29 @@ class ComputeWorker:
 
 
 _worker = ComputeWorker()
+
+
+@atexit.register
+def _stop_computing() -> None:
+    """Take the compute lock for good, so that no daemon thread computes while the process ends.
+
+    Before CPython 3.14 such a thread is ended inside of torch, which aborts the process.
+    """
+    _worker.is_ending = _worker.lock.acquire(timeout=_EXIT_SECONDS)
+
+
+@contextmanager
+def others_may_compute() -> Iterator[None]:
+    """Release the compute lock for the block if the process ends and this thread has taken it."""
+    worker = _worker
+    if not (worker.is_ending and worker.holds_lock):
+        yield
+        return
+    worker.lock.release()
+    try:
+        yield
+    finally:
+        worker.lock.acquire(timeout=_EXIT_SECONDS)
 
 
 def compute_lock() -> AbstractContextManager[Any]:
