@@ -96,9 +96,7 @@ def _prepare_exact(
     session = match.build_session(empty_session)
     record = existing or registry.add(session, *name)
     if existing:
-        record.session, record.first_edit = session, ""
-        record.last_answer = record.last_prompt = None
-        record.mark_changed()
+        record.hold(session)
     match.set_token_counts(record)
     return record
 
@@ -114,9 +112,8 @@ def _prepare_in_place(
         return PreparedSession(record, report.reuse, report=report)
     if match.record is not record:
         record.parent = match.record.name
+    record.forget_text()
     record.first_edit = ALIGNED
-    record.step_aligned_tokens = record.sampled_length = record.droppable_tokens = 0
-    record.last_answer = record.last_prompt = None
     return PreparedSession(record, report.reuse, match.plan, source, report)
 
 

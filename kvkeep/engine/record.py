@@ -169,6 +169,18 @@ class SessionRecord:
         self.steps = fields.get("steps", "")
         self.compare_steps()
 
+    def hold(self, session: Session) -> None:
+        """Hold another session, of whose text no evaluation or answer is noted so far."""
+        self.session, self.steps, self.has_other_steps = session, StepGrid.of(session).name, False
+        self.forget_text()
+        self.mark_changed()
+
+    def forget_text(self) -> None:
+        """Forget how the text was evaluated and answered: another one takes its place."""
+        self.first_edit = ""
+        self.step_aligned_tokens = self.sampled_length = self.droppable_tokens = 0
+        self.last_answer = self.last_prompt = None
+
     def compare_steps(self) -> None:
         """Forget `step_aligned_tokens` that were evaluated in other steps than this engine's."""
         own_steps = StepGrid.of(self.live).name

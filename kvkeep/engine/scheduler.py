@@ -213,13 +213,16 @@ class Scheduler:
 
     def _next_prefill(self) -> Generation | None:
         """Return the generation whose prompt is next, of those that wait for no lookup."""
-        ready = [each for each in self._in_phase("prefill") if self._lookups.is_ready(each)]
+        ready = self._ready_prefills()
         return self._policy.next_prefill(ready) if ready else None
+
+    def _ready_prefills(self) -> list[Generation]:
+        return [each for each in self._in_phase("prefill") if self._lookups.is_ready(each)]
 
     @property
     def can_step(self) -> bool:
         """Whether there is something to compute. Otherwise all wait for lookups, or none runs."""
-        return self._next_prefill() is not None or bool(self._in_phase("decode"))
+        return bool(self._in_phase("decode")) or bool(self._ready_prefills())
 
     def _remove_ended(self) -> None:
         ended = self._in_phase("done")

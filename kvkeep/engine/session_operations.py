@@ -14,7 +14,6 @@ from kvkeep.engine.preparing import prepare_named
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport
-from kvkeep.engine.steps import StepGrid
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.session import Session
@@ -259,9 +258,8 @@ class SessionOperations:
             except BaseException:
                 record.session = previous_session
                 raise
-            record.mark_changed()
+            record.hold(session)
             self._registry.pins.keep_to_text(record)
-            record.last_answer = record.last_prompt = None
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)
@@ -276,16 +274,8 @@ class SessionOperations:
         record = self._registry.find(name, owner)
         record.require_idle()
         self._registry.pins.detach(record)
-        session, last_used = self._new_session(owner), record.last_used
-        record.session, record.notes = session, {**record.notes, **notes}
-        record.steps, record.has_other_steps, record.first_edit = (
-            StepGrid.of(session).name,
-            False,
-            "",
-        )
-        record.step_aligned_tokens = record.sampled_length = record.droppable_tokens = 0
-        record.last_answer = record.last_prompt = None
-        record.mark_changed()
+        last_used, record.notes = record.last_used, {**record.notes, **notes}
+        record.hold(self._new_session(owner))
         record.last_used = last_used
         self._operation_log.add(record, "empty")
 

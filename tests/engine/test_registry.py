@@ -694,7 +694,7 @@ def test_files_without_a_time_of_use_count_as_used_when_they_were_saved(tmp_path
 
 
 def test_a_session_of_now_comes_before_those_used_in_the_future(tmp_path: Path) -> None:
-    """As after the clock was set back."""
+    """The clock may have been set back since then."""
     for path in _save_three(tmp_path):
         _set_used(path, time.time() + 1e6)
     with new_engine(tmp_path) as engine:

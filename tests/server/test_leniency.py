@@ -114,7 +114,7 @@ def test_kinds_of_thinking_are_accepted_or_named_in_a_header(
 
 
 def test_thinking_between_tools_is_thinking_turned_off() -> None:
-    """As Anthropic's library describes it."""
+    """Reasoning is off then, as Anthropic's library says."""
     body = {"messages": MESSAGES, "thinking": {"type": "between_tools"}}
     request = CountTokensRequest.model_validate(body)
     assert request.render_options().enable_thinking is False

@@ -153,7 +153,7 @@ def test_names_of_responses_and_compactions_are_not_for_other_sessions(
 
 
 def test_a_fork_of_a_response_may_take_its_place(small: Model, tmp_path: Path) -> None:
-    """As the web UI does when a change is undone."""
+    """The undo of the web UI puts a fork in the place of its session."""
     with client_of(small, tmp_path) as client:
         stored = respond(client, "Question")
         client.post(f"/v1/sessions/{stored['id']}/fork", json={"name": "before"})
