@@ -36,6 +36,7 @@ EXTENDED = (
     "cli/test_serve.py",
     "cli/test_start.py",
     "test_docs.py",
+    "test_process_end.py",
     "test_typing.py",
     # Many models, or the default model on long texts.
     "chat/test_families.py",

@@ -16,6 +16,8 @@ them. While it is busy with something else, the module's thread runs them.
 Long work that Ctrl-C can end is computed by the calling thread (`computes_in_caller`), which holds
 the lock until its end. Steps that its progress callback requests, such as those of
 `Engine.yield_turn`, run in the same thread under the same lock.
+
+When the process ends, the main thread takes the lock and keeps it: no daemon thread computes then.
 """
 
 import atexit
