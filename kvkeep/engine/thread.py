@@ -11,13 +11,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from kvkeep.engine.exit_pause import ExitPause, process_is_ending, threads_may_run
 from kvkeep.errors import Cancelled
-from kvkeep.runtime.worker import (
-    OPENMP_TIMEOUT_SECONDS,
-    hosting,
-    others_may_compute,
-    release_openmp_threads,
-)
+from kvkeep.runtime.worker import OPENMP_TIMEOUT_SECONDS, hosting, release_openmp_threads
 
 _log = logging.getLogger("kvkeep.engine")
 P = ParamSpec("P")
@@ -67,6 +63,7 @@ class EngineThread:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._deferred = deque[_Call]()  # long calls that came during another one
         self.closing, self._ended = threading.Event(), threading.Event()
+        self._exit_pause = ExitPause()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
     def start(self) -> None:
@@ -84,6 +81,8 @@ class EngineThread:
         future: Future[T] = Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine is shut down"))
+        elif process_is_ending():
+            future.set_exception(Cancelled("the process ends: the engine can only be closed"))
         else:
             self._calls.put(_Call(function, future, is_long))
             if self._ended.is_set():  # it ended before it could see this call
@@ -108,12 +107,13 @@ class EngineThread:
         """Accept no more calls, and wait for the end."""
         self.closing.set()
         self.post(lambda: None)  # wakes it
-        with others_may_compute():
+        with threads_may_run():
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            with hosting(self.post):  # it runs steps of sessions outside the engine, too
+            # It runs steps of sessions outside the engine, too.
+            with self._exit_pause, hosting(self.post):
                 try:
                     self._run_until_closed()
                 finally:
@@ -140,6 +140,7 @@ class EngineThread:
 
     def _try_step(self) -> bool:
         """Run a step; returns whether to step again at once, which a failed one does not."""
+        self._exit_pause.wait_if_ending()
         try:
             return self._step()
         except Exception:  # no request of another caller may suffer from it
@@ -171,10 +172,11 @@ class EngineThread:
             return self._deferred.popleft()
         if not wait:
             return self._calls.get_nowait()
-        with suppress(Empty):
-            return self._calls.get(timeout=min(OPENMP_TIMEOUT_SECONDS, self._idle_seconds))
-        release_openmp_threads()  # idle ones would slow other threads down
-        return self._calls.get(timeout=self._idle_seconds)
+        with self._exit_pause.idle():
+            with suppress(Empty):
+                return self._calls.get(timeout=min(OPENMP_TIMEOUT_SECONDS, self._idle_seconds))
+            release_openmp_threads()  # idle ones would slow other threads down
+            return self._calls.get(timeout=self._idle_seconds)
 
 
 def flatten_future(outer: Future[Future[T]]) -> Future[T]:
