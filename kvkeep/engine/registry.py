@@ -258,23 +258,40 @@ class SessionRegistry:
 
         Sessions that cannot be saved stay. Raises their StoreError if there is no room beside them.
         """
-        limit, failures = self.policy.limits.memory, dict[SessionRecord, StoreError]()
+        limit, failures = self.policy.limits.memory, list[StoreError]()
         self.policy.require_fits_memory(requested_bytes)
+        victims = self.policy.victims(self, requester, self.pins.clock())
         while (in_use := self._bytes_beside(requester)) + requested_bytes > limit:
-            candidates = (record for record in self if record not in failures)
-            victim = self.policy.choose_victim(candidates, requester, self.pins.clock())
-            if victim is not None:
-                try:
-                    self.evict(victim)
-                except StoreError as error:
-                    failures[victim] = error
+            if self._evict_some(victims, in_use + requested_bytes - limit, failures):
                 continue
             if failures:
-                raise next(iter(failures.values()))
+                raise failures[0]
             raise NoRoom(
                 f"the request needs {requested_bytes / 1e6:,.1f} MB; of {limit / 1e6:,.1f} MB, "
                 f"{in_use / 1e6:,.1f} MB are in use by others that are busy or resident"
             )
+
+    def _evict_some(
+        self, victims: Iterator[SessionRecord], nbytes: int, failures: list[StoreError]
+    ) -> bool:
+        """Evict sessions until they held `nbytes`, or all; returns False if there are none.
+
+        What is freed can be less, since they share memory with others. failures: to which the
+        errors of those that cannot be saved are added; they stay in memory.
+        """
+        evicted_bytes = evicted_count = 0
+        for victim in victims:
+            victim_bytes = victim.live.core.memory.nbytes
+            try:
+                self.evict(victim)
+            except StoreError as error:
+                failures.append(error)
+                continue
+            evicted_count += 1
+            evicted_bytes += victim_bytes
+            if evicted_bytes >= nbytes:
+                break
+        return evicted_count > 0
 
     def load_existing(self, name: str, owner: str, revision: int | None = None) -> SessionRecord:
         """Find a session and load it; it may be busy. Raises as `find` and `reserve`.

@@ -94,24 +94,23 @@ class SchedulingPolicy:
 
         return min(prefilling, key=rank)
 
-    def choose_victim(
+    def victims(
         self,
         records: Iterable[SessionRecord],
         requester: SessionRecord | None = None,
         now: float = 0.0,
-    ) -> SessionRecord | None:
-        """Return the session to evict for another: the least recently used, unnamed ones first.
+    ) -> Iterator[SessionRecord]:
+        """Iterate over the sessions that can be evicted for another, those to evict first first.
 
-        Of those that are pinned at time `now`, only if there are no others, the one that is pinned
-        for the shortest time from then on.
+        The least recently used, unnamed ones before named ones. Those that are pinned at time `now`
+        come last, in the order in which their pins expire.
         """
 
         def rank(record: SessionRecord) -> tuple[float, bool, float]:
             pinned_until = record.pinned_until if record.pinned_until > now else 0.0
             return pinned_until, record.named, record.last_used
 
-        candidates = (r for r in records if r is not requester and r.evictable)
-        return min(candidates, key=rank, default=None)
+        yield from sorted((r for r in records if r is not requester and r.evictable), key=rank)
 
 
 class Scheduler:

@@ -1,14 +1,18 @@
 """Sessions that share cells or cannot be saved, within an engine's memory limit."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from engine.killed import CELL, MODEL, SETTINGS, new_engine, text, write
 from full_disk import small_files_only
 
-from kvkeep.engine import Engine, GenerationRequest, PinRequest
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine import Engine, GenerationRequest, PinRequest, registry
+from kvkeep.engine.record import SessionRecord, max_session_bytes
+from kvkeep.engine.registry import SessionRegistry
 from kvkeep.errors import NoRoom, StoreError
+from kvkeep.session.memory import Memory, memory_bytes
+from kvkeep.session.sampling import Sampling
 
 
 def in_memory(engine: Engine) -> set[str]:
@@ -55,3 +59,27 @@ def test_a_session_that_cannot_be_saved_keeps_its_pins(tmp_path: Path) -> None:
         assert engine.totals().result().evicted_pins == 0
         engine.generate(other).text()
         assert engine.totals().result().evicted_pins == 1
+
+
+def test_many_sessions_are_evicted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of all sessions are not summed again for each session that is evicted."""
+    sums, evicted, evict = list[int](), list[SessionRecord](), SessionRegistry.evict
+
+    def counted_bytes(memories: Sequence[Memory]) -> int:
+        sums.append(memory_bytes(memories))
+        return sums[-1]
+
+    def counted_evict(self: SessionRegistry, record: SessionRecord) -> None:
+        evicted.append(record)
+        evict(self, record)
+
+    monkeypatch.setattr(registry, "memory_bytes", counted_bytes)
+    monkeypatch.setattr(SessionRegistry, "evict", counted_evict)
+    with new_engine(cells=2_500) as engine:
+        for seed in range(30):
+            engine.generate(GenerationRequest(text(seed, 60), 1, ignore_eos=True)).text()
+        sums.clear()
+        request = GenerationRequest(text(30, 60), 1, ignore_eos=True)
+        engine.submit_many(request, [Sampling()] * 20).result()
+        assert len(evicted) > 10
+        assert len(sums) < 10

@@ -356,10 +356,7 @@ def test_pinned_sessions_are_the_last_victims() -> None:
     early = record("early", pinned_until=50.0, last_used=2.0)
     expired = record("expired", pinned_until=10.0, last_used=4.0)
     plain = record("plain", last_used=3.0)
-    candidates, victims = [late, early, expired, plain], list[str]()
-    while (victim := policy.choose_victim(candidates, now=20.0)) is not None:
-        victims.append(victim.name)
-        candidates.remove(victim)
+    victims = [each.name for each in policy.victims([late, early, expired, plain], now=20.0)]
     assert victims == ["plain", "expired", "early", "late"]
 
 
