@@ -108,6 +108,8 @@ class Admission:
         return replace(
             self._totals,
             ended=dict(self._end_reasons),
+            latencies=self._totals.latencies.copy(),
+            waiting=sum(generation.is_waiting for generation in self._in_progress),
             running=len(self._in_progress),
             in_memory=in_memory,
             on_disk=len(records) - in_memory,
@@ -308,6 +310,7 @@ class Admission:
         totals.accepted += usage.drafts.accepted
         totals.prefill_seconds += usage.prefill_seconds
         totals.decode_seconds += usage.decode_seconds
+        totals.latencies.add(usage)
 
 
 def _tokens_to_add(request: GenerationRequest, prepared: PreparedSession) -> int:

@@ -119,6 +119,11 @@ class Generation(Iterator[GenerationEvent]):
             self._emit_progress()
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether its prefill has not begun."""
+        return self.phase in ("waiting", "prefill") and self._prefill_start is None
+
+    @property
     def needs_lookup(self) -> bool:
         """Whether its prompt is to be looked up in the prefix cache before its first step."""
         return isinstance(self._feeding, Feeding) and self._feeding.needs_lookup

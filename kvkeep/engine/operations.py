@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvkeep.engine.latency import Latencies
 from kvkeep.engine.record import SessionRecord
 
 _MAX_OPERATIONS = 200  # operations of one owner
@@ -37,7 +38,9 @@ class Totals:
     accepted: int = 0  # of these, those that were sampled
     prefill_seconds: float = 0.0  # of all generations
     decode_seconds: float = 0.0
+    latencies: Latencies = field(default_factory=Latencies)
     running: int = 0  # generations now
+    waiting: int = 0  # of these, those whose prefill has not begun
     in_memory: int = 0  # sessions
     on_disk: int = 0
     nbytes: int = 0  # held or reserved

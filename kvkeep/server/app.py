@@ -1,24 +1,19 @@
-"""The ASGI application: all APIs and the web UI over one service; health and metrics."""
+"""The ASGI application: all APIs and the web UI over one service."""
 
-from asyncio import wrap_future
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from kvkeep.engine import Totals
 from kvkeep.models.hub.names import name_digest
 from kvkeep.policies import largest_budgets
-from kvkeep.server import embeddings
+from kvkeep.server import embeddings, metrics
 from kvkeep.server.anthropic import messages as anthropic
 from kvkeep.server.errors import (
     ERROR_RESPONSES,
@@ -64,7 +59,7 @@ _API_MODULES = (
         auxiliary,
     ),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, aligning, compaction, views, pins),
+    *(lifecycle, generate, editing, aligning, compaction, views, pins, metrics),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 # Headers of responses that browsers may show to pages of allowed origins.
@@ -100,7 +95,12 @@ def application(
         responses=ERROR_RESPONSES,
     )
     app.state.service = service
-    for router in (_router, *(module.router for module in _API_MODULES), _page_router):
+    for router in (
+        _router,
+        metrics.router,
+        *(module.router for module in _API_MODULES),
+        _page_router,
+    ):
         app.include_router(router)
     app.mount("/page", GZipMiddleware(StaticFiles(directory=_PAGE_FOLDER)))
     for error_type in (*EXPECTED_ERRORS, Exception):
@@ -156,54 +156,6 @@ async def page_settings(context: ContextDep) -> dict[str, Any]:
 async def health() -> dict[str, str]:
     """Report that the server is up. The socket opens once the model is loaded."""
     return {"status": "ok"}
-
-
-@_router.get("/metrics", response_model=None, response_class=PlainTextResponse)
-async def metrics(context: ContextDep) -> Response:
-    """Return Prometheus metrics, summed over all owners."""
-    totals = await wrap_future(context.engine.totals())
-    collector = _EngineCollector(totals, context.service.status_counts)
-    return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
-
-
-class _EngineCollector(Collector):
-    """Metrics of the engine; names that begin with `llamacpp:` are for llama.cpp's clients."""
-
-    def __init__(self, totals: Totals, status_counts: dict[int, int]):
-        self._totals, self._status_counts = totals, status_counts
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        totals, counter, gauge = self._totals, CounterMetricFamily, GaugeMetricFamily
-        responses = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
-        for status, count in sorted(self._status_counts.items()):
-            responses.add_metric([str(status)], count)
-        generations = counter("kvkeep_answers", "Finished generations by status.", labels=["ended"])
-        for reason, count in sorted(totals.ended.items()):
-            generations.add_metric([reason], count)
-        yield from (responses, generations)
-        yield counter(
-            "kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.prefilled
-        )
-        yield counter("kvkeep_prompt_tokens_reused", "Reused prompt tokens.", totals.reused)
-        yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.generated)
-        yield counter("kvkeep_draft_tokens", "Tokens of drafts that were tried.", totals.drafted)
-        yield counter("kvkeep_draft_tokens_accepted", "Those that were sampled.", totals.accepted)
-        yield counter("kvkeep_reading_seconds", "Prefill time.", totals.prefill_seconds)
-        yield counter("kvkeep_writing_seconds", "Decode time.", totals.decode_seconds)
-        yield gauge("kvkeep_answers_working", "Generations in progress.", totals.running)
-        sessions = gauge("kvkeep_sessions", "Sessions by location.", labels=["place"])
-        sessions.add_metric(["memory"], totals.in_memory)
-        sessions.add_metric(["disk"], totals.on_disk)
-        yield sessions
-        yield gauge("kvkeep_cell_bytes", "Bytes of cells, used or reserved.", totals.nbytes)
-        yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.memory_limit)
-        yield gauge("kvkeep_prefix_pins", "Pinned prefixes.", totals.pins)
-        yield counter(
-            "kvkeep_prefix_pins_evicted", "Pins lost to the memory limit.", totals.evicted_pins
-        )
-        yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.prefilled)
-        yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.generated)
-        yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.running)
 
 
 async def _error_response(request: HttpRequest, error: Exception) -> JSONResponse:

@@ -52,7 +52,7 @@ const checks = {
       if (chunk.choices[0].delta.content) break; // which hangs up
     }
     const metrics = () => fetch(process.argv[2].replace("/v1", "/metrics")).then((answer) => answer.text());
-    while (!/kvkeep_answers_working 0/.test(await metrics()));
+    while (!/kvkeep_generations_running 0/.test(await metrics()));
   },
   async branches() {
     const first = await client.responses.create({ model, input: "My name is Ada.", max_output_tokens: 12, temperature: 0 });
