@@ -188,8 +188,8 @@ class PrefixOptions:
     prefix_cache: bool = options.option(
         is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
-    prefix_cache_bytes: int = options.integer_option(
-        default=DEFAULT_PREFIX_BYTES, help="Maximum disk space of the prefix cache."
+    prefix_cache_bytes: int = options.size_option(
+        default="2GB", help="Maximum disk space of the prefix cache."
     )
     secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
@@ -197,14 +197,20 @@ class PrefixOptions:
         help="Secret shared by all users of a prefix cache in an object store.",
     )
 
+    def check(self) -> None:
+        """Raise InvalidArgument for a limit of disk space without a prefix cache in a folder."""
+        check_prefix_limit(self.prefix_cache, self.store)
+
     def open_prefix_cache(self, model: "Model", codec: str | None = None) -> "PrefixCache | None":
         """Open the prefix cache. Returns None if it is off, or with a warning if that fails.
 
         codec: as of `--codec`; cells of others than small and smaller are stored exactly.
         """
-        codec = codec if codec in ("small", "smaller") else "exact"
         if not self.prefix_cache:
             return None
+        from kvkeep.storage.prefixes.coding import block_codec
+
+        codec = block_codec(codec or "exact")
         try:
             if self.store is None or not is_url(self.store):
                 return open_prefix_store(self.prefix_cache_bytes, codec)
@@ -233,6 +239,20 @@ class SessionOptions:
         """Check what can be checked without the model. Raises InvalidArgument."""
         self.sampling.resolve()
         self.memory.check()
+        self.prefixes.check()
+
+
+def check_prefix_limit(prefix_cache: bool, store: str | None) -> None:
+    """Raise InvalidArgument if --prefix-cache-bytes is given and would limit nothing."""
+    if not options.is_in_command_line("prefix_cache_bytes"):
+        return
+    if not prefix_cache:
+        raise InvalidArgument("--prefix-cache-bytes limits the prefix cache: add --prefix-cache")
+    if store is not None and is_url(store):
+        raise InvalidArgument(
+            "--prefix-cache-bytes limits a prefix cache in a folder: in an object store, which "
+            "others share, `kvkeep prefixes gc` removes the oldest prefixes"
+        )
 
 
 def warn_prefix_cache_off(reason: str) -> None:

@@ -14,6 +14,7 @@ from kvkeep.cli.memory import (
     CODEC_NAMES,
     MEMORY_SECTION,
     MemoryOptions,
+    check_prefix_limit,
     keep_option,
     uses_prefix_cache,
 )
@@ -213,6 +214,9 @@ def serve(
         show_default="kvkeep's own folder",
         help="Folder or object store (s3://bucket/prefix) for sessions.",
     ),
+    prefix_cache_bytes: int = size_option(
+        default="2GB", help="Maximum disk space of the prefix cache, for each API key."
+    ),
     allow_edit: bool | None = option(
         "--allow-edit/--no-allow-edit",
         default=None,
@@ -232,12 +236,14 @@ def serve(
 
     raise_file_limit()
     serving.memory.check()
+    check_prefix_limit(serving.prefix_cache, store)
     edits = serving.is_for_one_user() if allow_edit is None else allow_edit
     options = {**vars(serving), "allow_edit": edits, "compact_at": compact_at}
     if store is not None and is_url(store):
         _serve_shared(serving, store, options)
     else:
-        _serve_folder(serving, None if store is None else Path(store), options)
+        folder = None if store is None else Path(store)
+        _serve_folder(serving, folder, prefix_cache_bytes, options)
 
 
 def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) -> None:
@@ -267,16 +273,20 @@ def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) 
         run_server(server.engine, keys, options, server.middleware, server.leases.drain)
 
 
-def _serve_folder(serving: ServingOptions, store: Path | None, options: dict[str, Any]) -> None:
+def _serve_folder(
+    serving: ServingOptions, store: Path | None, prefix_bytes: int, options: dict[str, Any]
+) -> None:
     """Serve with sessions in a folder; None for kvkeep's own, with prompts in the cache folder."""
     folder = default_server_folder() if store is None else store
     require_no_server(folder)
-    prefixes = (home() / "server" if store is None else store) / "prefixes"
+    prefix_folder = (home() / "server" if store is None else store) / "prefixes"
     model = serving.load()
     from kvkeep.engine import Engine, Limits
     from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import run_server
+    from kvkeep.storage.prefixes.store import stores_of_owners
 
+    prefixes = stores_of_owners(prefix_folder, serving.codec, prefix_bytes)
     with Engine(
         model,
         settings=serving.session_settings(model),

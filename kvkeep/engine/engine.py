@@ -41,8 +41,7 @@ from kvkeep.session.embedding import embed, embedding_memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import PrefixCache
-from kvkeep.storage.prefixes.coding import BLOCK_CODECS
-from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.prefixes.store import stores_of_owners
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -100,7 +99,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.limits = limits or Limits()
         session_folder = None if folder is None else validation.path("folder", folder)
         self._stores = (
-            stores if callable(stores) or stores is None else _stores_in_folder(stores, codec)
+            stores if callable(stores) or stores is None else stores_of_owners(stores, codec)
         )
         default_session = self._new_session("0")  # invalid settings are refused here
         self.default_policy = default_session.policy  # of new sessions
@@ -425,10 +424,3 @@ def _call_each(functions: Iterable[Callable[[], None]]) -> None:
             function()
         except Exception:
             _log.exception("an engine could not save or end all that it should")
-
-
-def _stores_in_folder(path: str | Path, codec: Codec) -> Callable[[str], PrefixCache]:
-    """Return a function that opens an owner's prefix store in a folder."""
-    folder = validation.path("stores", path)
-    block_codec = codec if codec in BLOCK_CODECS else "exact"
-    return lambda owner: PrefixStore(folder / owner, codec=block_codec)

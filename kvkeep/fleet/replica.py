@@ -21,7 +21,7 @@ from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
 from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore, open_object_store
-from kvkeep.storage.prefixes.coding import BLOCK_CODECS
+from kvkeep.storage.prefixes.coding import block_codec
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 from kvkeep.storage.snapshots.codec import Codec
@@ -55,10 +55,10 @@ class Replica:
         self.writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         require_conditional_writes(objects)
         share_bases(objects, model.fingerprint.to_dict())
-        block_codec = codec if codec in BLOCK_CODECS else "exact"
         prefixes = None
         if share_prefixes:
-            prefixes = SharedPrefixCache(objects, secret, model.arithmetic, codec=block_codec)
+            block_settings = (secret, model.arithmetic)
+            prefixes = SharedPrefixCache(objects, *block_settings, codec=block_codec(codec))
         self._prefixes = prefixes
         self.engine = Engine(
             model,

@@ -317,11 +317,11 @@ def test_memory_too_small_for_any_request_is_refused_at_the_start(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     source, out = written(tmp_path / "in.jsonl", prompts(1)), tmp_path / "out.jsonl"
-    asked = ("batch", source, "-o", out, *tiny, "-n", 3, "--prefill-step", 16, "--memory-bytes")
+    asked = ("batch", source, "-o", out, *tiny, "-n", 3, "--prefill-step", 16, "--memory")
     refused = invoke(*asked, "5KB")
     assert refused.exit_code == 2
     assert results(out) == []
-    enough = refused.stderr.rpartition("use --memory-bytes ")[2].split()[0]
+    enough = refused.stderr.rpartition("use --memory ")[2].split()[0]
     assert invoke(*asked, enough, "--at-once", 1).exit_code == 0
 
 

@@ -203,7 +203,12 @@ def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
         (["--cache-prompt", "/dev/null"], "device"),
         (["--restore-prompt", "nothing-there"], "nothing-there cannot be read: No such file"),
         (["--cache-prompt", "x", "--codec", "rar"], "'rar' is not one of"),
-        (["--prefix-cache-bytes", 0], "expected 1 or more"),
+        (["--prefix-cache", "--prefix-cache-bytes", 0], "expected a size"),
+        (["--prefix-cache-bytes", "1GB"], "add --prefix-cache"),
+        (
+            ["--prefix-cache", "--prefix-cache-bytes", "1GB", "--store", "file:///tmp/x"],
+            "limits a prefix cache in a folder",
+        ),
     ],
 )
 def test_conflicting_options_are_refused_before_the_model_loads(

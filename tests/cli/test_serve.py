@@ -58,6 +58,26 @@ def test_the_server_answers_once_it_prints_its_address(tiny_folder: Path, tmp_pa
         assert model["id"] == "tiny"
 
 
+def test_the_prefix_cache_stays_within_its_limit(tiny_folder: Path, tmp_path: Path) -> None:
+    """Blocks of three prompts do not fit in the space of two."""
+    prompts = [[10 + (number * step) % 190 for step in range(520)] for number in (1, 3, 7)]
+
+    def stored_bytes(folder: Path, *options: str) -> int:
+        with serving(tiny_folder, folder, "--prefix-cache", *options) as (_, url):
+            for ids in prompts:
+                body = {"prompt": ids, "max_tokens": 1}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status()
+        files = [path for path in (folder / "prefixes").rglob("*") if path.is_file()]
+        return sum(path.stat().st_size for path in files)
+
+    everything = stored_bytes(tmp_path / "whole")
+    limit = everything * 2 // 3
+    limited = stored_bytes(tmp_path / "limited", "--prefix-cache-bytes", str(limit))
+    assert 0 < limited <= limit
+    said = refused("--prefix-cache-bytes", "1GB", "--model", str(tiny_folder))
+    assert "add --prefix-cache" in said
+
+
 def test_ctrl_c_as_soon_as_the_address_is_shown_is_a_shutdown(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

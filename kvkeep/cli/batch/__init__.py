@@ -52,7 +52,7 @@ def batch(
     ),
     at_once: int = options.integer_option(default=16, help="Requests decoded together."),
     memory_bytes: int = options.size_option(
-        default="4GB", help="Memory for the KV cache of all requests."
+        "--memory", "--memory-bytes", default="4GB", help="Memory for the KV cache of all requests."
     ),
     speculate: bool = options.SPECULATE_OPTION,
     settings: SessionOptions = session_options(keep_option()),
@@ -136,6 +136,6 @@ def _require_memory(
     needed = max_session_bytes(settings.memory.new_session(model), token_count)
     if needed > max_bytes:
         raise InvalidArgument(
-            f"the smallest request needs up to {format_size(needed)}, and --memory-bytes is "
-            f"{format_size(max_bytes)}: use --memory-bytes {format_size(needed)} or more"
+            f"the smallest request needs up to {format_size(needed)}, and --memory is "
+            f"{format_size(max_bytes)}: use --memory {format_size(needed)} or more"
         )

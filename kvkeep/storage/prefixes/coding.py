@@ -25,6 +25,11 @@ _Cells: TypeAlias = tuple[Tensor, Tensor]  # keys and values of a block
 BLOCK_CODECS = ("exact", *LOSSY_CODECS)
 
 
+def block_codec(codec: str) -> str:
+    """Return the codec of prefix blocks where sessions are saved by `codec`: others are exact."""
+    return codec if codec in BLOCK_CODECS else "exact"
+
+
 @dataclass(frozen=True)
 class BlockCoding:
     """The codec and the basis of the blocks of one model."""

@@ -8,7 +8,7 @@ blocks there is a checkpoint, in a file of the same name with another ending.
 
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from kvkeep.storage.prefixes.checkpoint import (
     encode_checkpoint,
     newest_checkpoint,
 )
-from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings
+from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings, block_codec
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_KIND,
     BLOCK_SUFFIX,
@@ -53,6 +53,7 @@ from kvkeep.storage.prefixes.quota import Quota
 from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
+DEFAULT_MAX_BYTES = 2_000_000_000
 LOCK_TIMEOUT = 5.0  # seconds to wait for the lock of another process
 _MAX_FILE_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 _MAX_TENSOR_OVERHEAD = 512  # and a checkpoint's for each tensor
@@ -66,7 +67,7 @@ class PrefixStore:
     verify counts as a miss, and is replaced when its tokens are evaluated again.
     """
 
-    def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000, codec: str = "exact"):
+    def __init__(self, path: str | Path, max_bytes: int = DEFAULT_MAX_BYTES, codec: str = "exact"):
         """codec: "exact", or "small" or "smaller", which round cells in the basis that `kvkeep
         calibrate` made for the model. Blocks of other codecs are not found.
 
@@ -323,6 +324,18 @@ class PrefixStore:
         newest = sorted(dated, reverse=True)[:MAX_COMPARED_BLOCKS]
         lengths = (common_prefix_length(read_tokens(self.path / n), tokens) for _, n in newest)
         return max(lengths, default=0)
+
+
+def stores_of_owners(
+    path: str | Path, codec: str, max_bytes: int = DEFAULT_MAX_BYTES
+) -> Callable[[str], PrefixStore]:
+    """Return a function that opens an owner's prefix store, in a folder of its own in `path`.
+
+    codec: of saved sessions; blocks of others than "small" and "smaller" are stored exactly.
+    max_bytes: of each owner. Raises InvalidArgument for a path that is none.
+    """
+    folder = validation.path("stores", path)
+    return lambda owner: PrefixStore(folder / owner, max_bytes, block_codec(codec))
 
 
 def is_intact(file: StoredFile) -> bool:
