@@ -29,6 +29,7 @@ from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, Sess
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
 from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
+from kvkeep.engine.session_disk import SessionDisk
 from kvkeep.engine.session_files import LabelledSnapshots
 from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
@@ -108,9 +109,10 @@ class Engine(AbstractContextManager["Engine"]):
         checkpoint_bytes = self.settings.get("checkpoint_bytes")
         default_session.snapshot().require_codec(codec)
         calibration = self.settings.get("calibration")
-        files = (session_folder, policy, snapshots, checkpoint_bytes, codec, calibration)
-        self._registry = SessionRegistry(model, *files)
-        self.losses = self._registry.losses  # messages about unsaved changes
+        files = (session_folder, snapshots, checkpoint_bytes, codec, calibration)
+        self._disk = SessionDisk(model, *files)
+        self._registry = SessionRegistry(self._disk, policy)
+        self.losses = self._disk.losses  # messages about unsaved changes
         self._operation_log = OperationLog()
         # Between looks for unsaved sessions and pins.
         idle_interval = min(1.0, self.limits.save_idle_after / 2 + 0.05)
@@ -120,8 +122,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._lookups = PrefixLookups(partial(self._thread.post, lambda: None))
         self._saver = SessionSaver(self._registry, self._thread.post)
         if session_folder is not None and stores is not None:  # prompts are kept there, too
-            path, writer = session_folder / "answers.jsonl", self._registry.writer
-            AnswerLog(self._registry.written, path, model, writer).load()
+            path, writer = session_folder / "answers.jsonl", self._disk.writer
+            AnswerLog(self._disk.written, path, model, writer).load()
         self._pin_files: PinFiles | None = None
         if session_folder is not None:
             self._pin_files = PinFiles(self._registry, session_folder, self._thread.post)
@@ -312,18 +314,18 @@ class Engine(AbstractContextManager["Engine"]):
         With a folder and prefix stores all are kept over a restart, and otherwise those in the text
         of a saved session.
         """
-        return self._registry.written
+        return self._disk.written
 
     # Snapshots, in the caller's thread
 
     def snapshots(self, owner: str = "0") -> LabelledSnapshots:
         """Return the owner's snapshots by label. Raises InvalidArgument if there is no folder."""
-        return self._registry.snapshots_of(owner)
+        return self._disk.snapshots_of(owner)
 
     @property
     def shares_snapshots(self) -> bool:
         """Whether labelled snapshots are in a store of several servers, and sessions here only."""
-        return self._registry.shares_snapshots
+        return self._disk.shares_snapshots
 
     def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
         """Read a snapshot. Raises NoSuchSnapshot, StoreError."""
@@ -393,7 +395,7 @@ class Engine(AbstractContextManager["Engine"]):
         scheduler, pin_files = self._scheduler, self._pin_files
         parts = [self._lookups.close, scheduler.cancel_all, scheduler.end_cancelled]
         parts += [self._saver.save_all, *([pin_files.save_all] if pin_files else [])]
-        _call_each([*parts, self._saver.close, self._registry.close])
+        _call_each([*parts, self._saver.close, self._disk.close])
 
     def _remove_name(self, record: SessionRecord) -> None:
         self._cancel_generation(record)

@@ -102,7 +102,7 @@ class PinFiles:
             if self._lock(record.owner):
                 self._save(record).exception()
         self._write_indexes()
-        self._registry.writer.submit(lambda: None).result()
+        self._registry.disk.writer.submit(lambda: None).result()
         self._locks.close()
 
     def _note_written(self) -> None:
@@ -126,10 +126,10 @@ class PinFiles:
         path = self._root(record.owner) / f"{record.name}{SNAPSHOT_SUFFIX}"
         self._sessions[record] = _SavedSession(path, record.revision, record.live.nbytes)
         try:
-            snapshot, codec = self._registry.snapshot(record), self._registry.codec
+            snapshot, codec = self._registry.disk.snapshot(record), self._registry.disk.codec
         except Exception as error:  # such as too little memory
             _log.error("%s, which is pinned, could not be saved: %s", record.name, error)
-            return self._registry.writer.submit(lambda: None)
+            return self._registry.disk.writer.submit(lambda: None)
 
         def write() -> None:
             try:
@@ -138,13 +138,13 @@ class PinFiles:
             except (OSError, KvkeepError) as error:
                 _log.error("%s, which is pinned, could not be saved: %s", record.name, error)
 
-        return self._registry.writer.submit(write)
+        return self._registry.disk.writer.submit(write)
 
     def _remove_unpinned(self) -> None:
         """Remove the files of sessions that are no longer pinned, or have a name."""
         pinned = {pin.record for pin in self._registry.pins if not pin.record.named}
         for record in [record for record in self._sessions if record not in pinned]:
-            self._registry.writer.submit(_unlink, self._sessions.pop(record).path)
+            self._registry.disk.writer.submit(_unlink, self._sessions.pop(record).path)
 
     def _write_indexes(self) -> None:
         """Write the indexes that have changed, without the pins of unsaved sessions."""
@@ -159,7 +159,7 @@ class PinFiles:
                 continue
             self._indexed[owner] = content
             entries = [vars(_to_saved(pin, self._registry.pins.clock())) for pin in pins[owner]]
-            self._registry.writer.submit(_write_index, self._index(owner), entries)
+            self._registry.disk.writer.submit(_write_index, self._index(owner), entries)
 
     def _lock(self, owner: str) -> bool:
         """Lock an owner's folder of pins, once; returns whether this process has it."""
@@ -219,7 +219,7 @@ class PinFiles:
             if not path.exists() or not self._has_room(path.stat().st_size):
                 return None
             snapshot = Snapshot.load(path)
-            session = registry.restored(snapshot, owner)
+            session = registry.disk.restored(snapshot, owner)
             if not self._has_room(max_session_bytes(session, 0)):
                 return None
             record = registry.add(session, owner, path.stem, named=False)

@@ -2,36 +2,20 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
-from kvkeep.chat.written import WrittenAnswers
-from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, is_response_name, max_session_bytes
 from kvkeep.engine.scheduler import SchedulingPolicy
-from kvkeep.engine.session_files import (
-    ENGINE_NOTES_KEY,
-    WRITTEN_NOTES_KEY,
-    LabelledSnapshots,
-    SessionFile,
-    holds_sessions,
-    is_valid_owner,
-    owner_folders,
-    remove_orphaned_markers,
-)
+from kvkeep.engine.session_disk import SessionDisk
+from kvkeep.engine.session_files import is_valid_owner
 from kvkeep.engine.steps import StepGrid
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
-from kvkeep.model import Model
 from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
-from kvkeep.storage.sessions.folder import LabelFolder, SessionFolder
-from kvkeep.storage.snapshots.codec import Codec
-from kvkeep.storage.snapshots.header import read_summary, rounded_by
-from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
+from kvkeep.storage.snapshots.header import read_summary
 
 _log = logging.getLogger("kvkeep.engine")
 
@@ -39,82 +23,11 @@ _log = logging.getLogger("kvkeep.engine")
 class SessionRegistry:
     """The records of all sessions. Used in the engine's thread only."""
 
-    def __init__(
-        self,
-        model: Model,
-        folder: Path | None,
-        policy: SchedulingPolicy,
-        snapshots: Callable[[str], LabelledSnapshots] | None = None,
-        checkpoint_bytes: int | None = None,
-        codec: Codec = "exact",
-        calibration: Calibration | None = None,
-    ):
-        """folder: for saved and evicted sessions; None to keep sessions in memory only. snapshots:
-        returns an owner's labelled snapshots; None for those in `folder`. checkpoint_bytes: of
-        sessions from snapshots; None for the default of sessions. codec: of all files. calibration:
-        of sessions from snapshots that need another one than the model's stored one."""
-        self.codec = codec
-        self.model, self.policy = model, policy
+    def __init__(self, disk: SessionDisk, policy: SchedulingPolicy):
+        self.disk, self.policy = disk, policy
         self.pins = PrefixPins(policy.limits.pins_per_owner)
-        self._checkpoint_bytes, self._calibration = checkpoint_bytes, calibration
-        self._folder, self._labelled_snapshots = folder, snapshots
-        self._locked_folders = dict[str, SessionFolder]()  # by owner
-        self._locks = ExitStack()
-        self._records: dict[tuple[str, str], SessionRecord] = {}
-        # Generated answers of all owners; those in a session's text are saved with it.
-        self.written = WrittenAnswers()
         self._other_bytes = 0  # reserved for what is no session
-        # One thread writes all files, so that an older save never ends after a newer one.
-        self.writer = ThreadPoolExecutor(1, "kvkeep-save")
-        self.losses: list[str] = []  # messages about unsaved changes of an earlier process
-        self._unread = set[Path]()  # files that could not be read, and are left unchanged
-        for owner_folder in owner_folders(folder) if folder else ():
-            self._recover(owner_folder)
-
-    def _recover(self, folder: SessionFolder) -> None:
-        """Register an owner's sessions, on disk only. Raises Locked if an engine uses one.
-
-        Files of earlier versions lack the time of the last use, and count as used when saved.
-        """
-        owner = folder.root.name
-        folder.sweep()  # removes temporary files of killed processes
-        if not holds_sessions(folder):
-            return
-        self._locked_folder(owner)  # before markers are read: an engine that has it writes them
-        for path in reversed(list(folder.newest_first())):
-            file = SessionFile(folder, name := path.stem)
-            try:
-                document = read_snapshot_document(file.path)
-            except StoreError as error:
-                self._unread.add(file.path)
-                self.losses.append(f"{file.path} was not loaded and is left unchanged: {error}")
-                continue
-            record = SessionRecord(name, owner, named=True, file=file, session=None)
-            notes = document.get("notes", {})
-            record.restore_from(notes)
-            used = notes.get(ENGINE_NOTES_KEY, {}).get("used")
-            record.restore_use(path.stat().st_mtime if used is None else used)
-            record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
-            unsaved_revision = file.marked_revision()
-            if unsaved_revision > record.revision:
-                record.lost_revision = unsaved_revision
-                self.losses.append(
-                    f"session {name!r} resumes at revision {record.revision}: later changes, up to "
-                    f"revision {unsaved_revision}, were not saved"
-                )
-            file.clear_marker()
-            self._records[owner, name] = record
-        for name in remove_orphaned_markers(folder):
-            self.losses.append(f"session {name!r} was never saved and is lost")
-
-    def _locked_folder(self, owner: str) -> SessionFolder:
-        """Return an owner's folder, locked until `close`. Raises Locked if an engine uses it."""
-        assert self._folder is not None
-        if owner not in self._locked_folders:
-            folder = SessionFolder(self._folder / owner)
-            self._locks.enter_context(folder.lock_all())
-            self._locked_folders[owner] = folder
-        return self._locked_folders[owner]
+        self._records = {(record.owner, record.name): record for record in disk.recover()}
 
     # By name
 
@@ -153,20 +66,13 @@ class SessionRegistry:
         if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or _new_name()
-        file = None
-        if named and self._folder is not None:
-            file = SessionFile(self._locked_folder(owner), name)
-            if file.path in self._unread and file.path.exists():
-                raise StoreError(
-                    f"session {name!r} cannot be created: {file.path} could not be read, and is "
-                    "left unchanged. Move it to another folder to use the name"
-                )
+        file = self.disk.new_file(owner, name) if named else None
         if self.get(name, owner):
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)
         record.steps = StepGrid.of(session).name
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
-        record.ephemeral = named and self.shares_snapshots
+        record.ephemeral = named and self.disk.shares_snapshots
         self.reserve(record, 0)
         if file is not None:
             record.mark_unsaved()
@@ -233,7 +139,7 @@ class SessionRegistry:
         was_in_memory = record.session is not None
         if not was_in_memory:  # before it is read in vain, by requests that try again and again
             self._make_room(record.require_file().nbytes, requester=record)
-        session = self.load(record)
+        session = self.disk.load(record)
         requested_bytes = copies * max_session_bytes(session, new_tokens)
         try:
             self._make_room(requested_bytes, record)
@@ -320,7 +226,7 @@ class SessionRegistry:
         """
         is_lost = record.may_be_lost or not record.named
         if record.dirty and not is_lost:
-            self.save(record)
+            self.disk.save(record)
         self._drop_pins(record)
         if is_lost:
             self.remove(record)
@@ -338,59 +244,6 @@ class SessionRegistry:
                 "by busy, resident and pinned sessions",
                 *(pin.id, pin.tokens, pin.expires - self.pins.clock()),
             )
-
-    # To disk and back
-
-    def load(self, record: SessionRecord) -> Session:
-        """Return the session, read from its file if it is on disk only. Raises StoreError."""
-        if record.session is None:
-            assert record.file is not None
-            record.session = self.restored(Snapshot.load(record.file.path), record.owner)
-            record.compare_steps()
-        return record.session
-
-    def restored(self, snapshot: Snapshot, owner: str) -> Session:
-        """Return the session of a snapshot, with the engine's limit of checkpoints.
-
-        The answers in its text are remembered for the owner, for when clients send them back.
-        """
-        session = self.model.restore(snapshot, calibration=self._calibration)
-        if self._checkpoint_bytes is not None:
-            session.checkpoint_bytes = self._checkpoint_bytes
-        engine_notes = snapshot.notes.get(ENGINE_NOTES_KEY, {})
-        if answers := engine_notes.get(WRITTEN_NOTES_KEY):
-            self.written.add_noted(owner, session.tokens, answers)
-        return session
-
-    def save(self, record: SessionRecord) -> None:
-        """Write the session to its file, after the saves in progress. Raises StoreError."""
-        snapshot, path = self.snapshot(record), record.require_file().path
-        self.writer.submit(snapshot.save_by, path, self.codec).result()
-        record.mark_saved(record.revision)
-
-    def snapshot(self, record: SessionRecord) -> Snapshot:
-        """Return a snapshot of the session, with the record's notes. Raises StoreError."""
-        session, notes = self.load(record), record.snapshot_notes()
-        if answers := self.written.notes_of(record.owner, session.tokens):
-            notes[ENGINE_NOTES_KEY][WRITTEN_NOTES_KEY] = answers
-        return replace(session.snapshot(), notes=notes)
-
-    @property
-    def shares_snapshots(self) -> bool:
-        """Whether labelled snapshots are in a store of several servers, and sessions here only."""
-        return self._labelled_snapshots is not None and self._folder is None
-
-    def snapshots_of(self, owner: str) -> LabelledSnapshots:
-        """Return an owner's labelled snapshots. Raises InvalidArgument if there is no folder."""
-        if self._labelled_snapshots is not None:
-            return self._labelled_snapshots(owner)
-        if self._folder is None:
-            raise InvalidArgument("the engine has no folder for snapshots")
-        return LabelFolder(self._folder / owner / "snapshots")
-
-    def close(self) -> None:
-        """Unlock the sessions' folders, for other processes."""
-        self._locks.close()
 
 
 def _new_name() -> str:

@@ -37,7 +37,7 @@ class SessionSaver:
             return result
         record.saving_revision, record.save_failed_at = (revision := record.revision), math.inf
         try:
-            snapshot = self._registry.snapshot(record)
+            snapshot = self._registry.disk.snapshot(record)
         except Exception as error:  # such as too little memory
             self._note_failed(record, error)
             result.set_exception(error)
@@ -46,7 +46,7 @@ class SessionSaver:
 
         def write() -> None:
             if not record.removed:
-                snapshot.save_by(path, self._registry.codec)
+                snapshot.save_by(path, self._registry.disk.codec)
             if record.removed:  # during the write; a new session of that name is saved later
                 path.unlink(missing_ok=True)
 
@@ -55,7 +55,7 @@ class SessionSaver:
             self._post(lambda: self._note_saved(record, revision, error))
             result.set_result(revision) if error is None else result.set_exception(error)
 
-        self._registry.writer.submit(write).add_done_callback(on_written)
+        self._registry.disk.writer.submit(write).add_done_callback(on_written)
         return result
 
     def save_idle(self, seconds: float) -> None:
@@ -80,7 +80,7 @@ class SessionSaver:
 
         Raises StoreError if there can be no folder for it.
         """
-        path = self._registry.snapshots_of(record.owner).path(label)
+        path = self._registry.disk.snapshots_of(record.owner).path(label)
         if isinstance(path, Path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,21 +89,21 @@ class SessionSaver:
                     f"snapshot {label!r} cannot be stored in {path.parent} "
                     f"({error.strerror or error}): make it a folder that can be written"
                 ) from error
-        save = self._registry.snapshot(record).save_by
-        return self._uploader.submit(save, path, self._registry.codec)
+        save = self._registry.disk.snapshot(record).save_by
+        return self._uploader.submit(save, path, self._registry.disk.codec)
 
     def save_all(self) -> None:
         """Save all changes, after the saves in progress, and wait for it."""
         for record in self._registry:
             if record.dirty and record.file is not None:
                 try:
-                    self._registry.save(record)
+                    self._registry.disk.save(record)
                 except Exception as error:
                     self._note_failed(record, error)
 
     def close(self) -> None:
         """Wait for all files that are being written, and end the threads that write them."""
-        self._registry.writer.shutdown()
+        self._registry.disk.writer.shutdown()
         self._uploader.shutdown()
 
     def _note_saved(

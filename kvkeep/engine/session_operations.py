@@ -114,7 +114,7 @@ class SessionOperations:
         session holds; 0, and no session, if there is none that begins like the prompt.
         """
         with suppress(KvkeepError):  # it may be gone, damaged, or too large
-            if self._registry.shares_snapshots and self._registry.get(handle, owner) is None:
+            if self._registry.disk.shares_snapshots and self._registry.get(handle, owner) is None:
                 self.restore(handle, owner, handle)
             self._registry.load_existing(handle, owner)
         best: tuple[int, SessionRecord] | None = None
@@ -247,8 +247,10 @@ class SessionOperations:
         replace: whether an existing session of that name is replaced; it stays if this fails.
         """
         if not isinstance(snapshot, Snapshot):
-            snapshot = Snapshot.load(self._registry.snapshots_of(owner).existing_path(snapshot))
-        session = self._registry.restored(snapshot, owner)
+            snapshot = Snapshot.load(
+                self._registry.disk.snapshots_of(owner).existing_path(snapshot)
+            )
+        session = self._registry.disk.restored(snapshot, owner)
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
@@ -305,7 +307,7 @@ class BorrowedSessions:
         Replaces a borrowed session of that name. Raises StoreError for a snapshot of another model,
         InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
-        session = self._registry.restored(snapshot, owner)
+        session = self._registry.disk.restored(snapshot, owner)
         if previous := self._registry.get(name, owner):
             if not previous.borrowed:
                 raise InvalidArgument(f"this server already has its own session {name!r}")
@@ -335,7 +337,7 @@ class BorrowedSessions:
     def snapshot(self, record: SessionRecord) -> tuple[Snapshot, int]:
         """Return a snapshot to `load` elsewhere, and its revision. Raises as `revision`."""
         revision = self.revision(record)
-        return self._registry.snapshot(record), revision
+        return self._registry.disk.snapshot(record), revision
 
     def revision(self, record: SessionRecord) -> int:
         """Return the revision of an idle session, to compare with that in the store.

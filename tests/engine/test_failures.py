@@ -207,7 +207,7 @@ def test_a_cancelled_result_is_cancelled_and_reports_no_error(
 def test_a_save_goes_on_when_its_caller_is_gone(tmp_path: Path) -> None:
     with new_engine(tmp_path, save_idle_after=1e9) as engine:
         record, may_write = engine.create(name="a").result(), threading.Event()
-        engine._registry.writer.submit(may_write.wait)
+        engine._registry.disk.writer.submit(may_write.wait)
         saving = engine.call(engine.begin_save, record).result()
         is_cancelled = saving.cancel()
         may_write.set()

@@ -323,7 +323,7 @@ def test_a_save_of_a_deleted_session_leaves_the_marker_of_a_new_one(tmp_path: Pa
         writes, marker = threading.Event(), tmp_path / "0" / "a.unsaved"
         engine.create(name="a").result()
         write(engine, "a", 1, text(0, 60))
-        engine._registry.writer.submit(writes.wait)
+        engine._registry.disk.writer.submit(writes.wait)
         saved = engine.save("a")
         engine.delete("a").result()
         assert not marker.exists()
