@@ -59,9 +59,9 @@ class _SavedSession:
 class PinFiles:
     """The pins of an engine on disk, and the pinned sessions without a name.
 
-    Used in the engine's thread; the registry's writer writes. Of more than 1 GiB of sessions those
-    whose pins expire last are saved, and no more than 20 MB in a second, on average. An owner's
-    folder that another process uses is left alone.
+    Used in the engine's thread; the writer of `SessionDisk` writes. Of more than 1 GiB of sessions
+    those whose pins expire last are saved, and no more than 20 MB in a second, on average. An
+    owner's folder that another process uses is left alone.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class SessionSaver:
     def __init__(self, registry: SessionRegistry, post: Callable[[Callable[[], None]], object]):
         """post: runs a function in the engine's thread."""
         self._registry, self._post = registry, post
-        # Uploads of snapshots must not delay an eviction, which waits for the registry's writer.
+        # Uploads of snapshots must not delay an eviction, which waits for the disk's writer.
         self._uploader = ThreadPoolExecutor(1, "kvkeep-snapshot")
         self._pending_saves = 0
 
