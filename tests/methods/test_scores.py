@@ -1,7 +1,9 @@
 """The scores of each eviction method, against the same written as loops."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from methods.candidates import (
@@ -139,6 +141,27 @@ def test_expected_attention_uses_normally_distributed_future_queries(
             (w / sum(weights) + 0.01) * n for w, n in zip(weights, norms, strict=True)
         ]
     require_score("expected_attention", candidates, expected)
+
+
+def test_expected_attention_follows_a_softcap() -> None:
+    """Its shares are near those of numerical integration, and far from those without the cap."""
+    free = random_candidates(COUNT, compressed=False, queries=30, statistics=True)
+    capped, nodes = replace(free, softcap=3.0), np.polynomial.hermite_e.hermegauss(60)
+    rotation = mean_rotation(int(free.positions.max()) + 1)
+    errors = dict.fromkeys(("free", "capped"), 0.0)
+    for layer, head in HEAD_INDICES:
+        mean, covariance = distribution(free, layer, head)
+        mean, covariance = rotation @ mean, rotation @ covariance @ rotation.T
+        keys = free.cells.keys[layer, head].double() * free.scale
+        norms = free.cells.values[layer, head].norm(dim=-1).double()
+        spread = ((keys @ covariance) * keys).sum(-1).clamp_min(0).sqrt()
+        samples = (keys @ mean)[:, None] + spread[:, None] * torch.tensor(nodes[0])
+        weights = torch.exp(3 * torch.tanh(samples / 3)) @ torch.tensor(nodes[1])
+        wanted = (weights / weights.sum() + 0.01) * norms
+        for name, candidates in (("free", free), ("capped", capped)):
+            found = score("expected_attention", candidates)[layer, head]
+            errors[name] += float((found - wanted).abs().sum())
+    assert 3 * errors["capped"] < errors["free"]
 
 
 def mean_rotation(first: int) -> torch.Tensor:

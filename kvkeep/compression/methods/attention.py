@@ -1,7 +1,9 @@
 """Attention of queries to cells, and the methods that score cells by it."""
 
+import math
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,7 @@ from kvkeep.compression.methods.statistics import Statistics
 SNAPKV_QUERIES = 32
 SNAPKV_POOL_CELLS = 7  # neighbours that share their highest score, the cell itself included
 FUTURE_POSITIONS = 512  # of future queries, over which `ExpectedAttention` averages
+_QUADRATURE_POINTS = 16  # of its expectations where logits have a softcap
 EXPECTED_FLOOR = 1e-2  # added to expected attention, so that the norms of values always count
 
 
@@ -64,7 +67,7 @@ class ExpectedAttention(Eviction):
 
     Devoto et al., arXiv:2510.00636. Future queries are modelled as normally distributed, with the
     mean and covariance of the observed queries or of a calibration, and with the mean rotation of
-    the next 512 positions. A softcap of logits is left out.
+    the next 512 positions. With a softcap of logits, the expectation is integrated numerically.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -79,11 +82,23 @@ class ExpectedAttention(Eviction):
         mean = (rotation @ mean.unsqueeze(-1)).squeeze(-1)
         covariance = rotation @ covariance @ rotation.mT
         keys = candidates.keys * candidates.scale
-        # For a normally distributed query q, log E[exp(q k)] = mean k + k covariance k / 2.
         mean_logits = (keys @ mean.unsqueeze(-1)).squeeze(-1)
-        log_weights = mean_logits + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
+        variances = ((keys @ covariance) * keys).sum(-1)
+        log_weights = _log_mean_exp(mean_logits, variances, candidates.softcap) + candidates.bias
         norms: Tensor = candidates.cells.values.float().norm(dim=-1)
         return (log_weights.softmax(-1) + EXPECTED_FLOOR) * norms
+
+
+def _log_mean_exp(means: Tensor, variances: Tensor, softcap: float) -> Tensor:
+    """Return `log E[exp(x)]` of normally distributed logits, which a softcap may bound."""
+    if not softcap:
+        return means + variances / 2
+    points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_POINTS)
+    spread, total = variances.clamp_min(0).sqrt(), torch.full_like(means, -torch.inf)
+    for point, weight in zip(points.tolist(), (weights / weights.sum()).tolist(), strict=True):
+        capped = softcapped(means + point * spread, softcap)
+        total = torch.logaddexp(total, capped + math.log(weight))
+    return total
 
 
 def newest_queries(candidates: Candidates, count: int) -> Queries:
