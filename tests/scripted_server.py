@@ -76,6 +76,7 @@ def main() -> None:
             "allow_origin": (),
             "grace": 1.0,
             "quiet": False,
+            "verbose": False,
             "context_policy": options.context_policy,
             "compact_at": None,
             "prompt_rules": options.prompt_rules,

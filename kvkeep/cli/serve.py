@@ -224,12 +224,15 @@ def serve(
         help="Allow the web page to chat and to edit sessions.",
     ),
     compact_at: float | None = compact_at_option(),
+    verbose: bool = option("-v", is_flag=True, help="Print a line for each request."),
 ) -> None:
     """Serve a model over HTTP: the OpenAI and Anthropic APIs, sessions, and a web page.
 
     Requests are decoded together; each gets the same tokens as if it ran alone. A prefix that a
     prompt shares with an earlier one is not prefilled again.
     """
+    if verbose and serving.quiet:
+        raise InvalidArgument("leave out --quiet or --verbose: one prints less, the other more")
     serving.require_api_keys_if_exposed()
     require_server_packages()
     from kvkeep.server.connections import raise_file_limit
@@ -238,7 +241,12 @@ def serve(
     serving.memory.check()
     check_prefix_limit(serving.prefix_cache, store)
     edits = serving.is_for_one_user() if allow_edit is None else allow_edit
-    options = {**vars(serving), "allow_edit": edits, "compact_at": compact_at}
+    options = {
+        **vars(serving),
+        "allow_edit": edits,
+        "compact_at": compact_at,
+        "verbose": verbose,
+    }
     if store is not None and is_url(store):
         _serve_shared(serving, store, options)
     else:

@@ -27,6 +27,7 @@ from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
+_generation_log = logging.getLogger("kvkeep.engine.generations")  # a line for each, at level INFO
 _MAX_MISSES = 50  # of one owner
 _miss_numbers = itertools.count(1)
 
@@ -273,6 +274,8 @@ class Admission:
         """Make the session of an ended generation idle, and log the operation."""
         record, usage = generation.record, generation.usage
         self._add_to_totals(generation)
+        if _generation_log.isEnabledFor(logging.INFO):
+            _generation_log.info("%s: %s; %s", record.name, usage.summary(), generation.end_reason)
         if generation.generated:
             record.note_answer(generation.generated, generation.withheld_tokens)
         if (on_end := generation.request.on_end) is not None:

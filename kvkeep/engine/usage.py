@@ -75,6 +75,15 @@ class Usage:
         """Prompt tokens that were not reused."""
         return self.prompt - self.reuse.tokens
 
+    def summary(self) -> str:
+        """Return the numbers of tokens and the times in words, for a log."""
+        rate = self.generated / self.decode_seconds if self.decode_seconds else 0.0
+        return (
+            f"prompt {self.prompt:,} tokens, {self.reuse.tokens:,} of them cached; waited "
+            f"{self.queue_seconds:.2f} s, prefill {self.prefill_seconds:.2f} s; {self.generated:,} "
+            f"generated in {self.decode_seconds:.2f} s, {rate:.1f} tokens/s"
+        )
+
     @property
     def written(self) -> int:
         """Deprecated: use `generated`."""

@@ -32,6 +32,7 @@ from kvkeep.server.ollama import generation as ollama_generation
 from kvkeep.server.ollama import models as ollama_models
 from kvkeep.server.openai import chat, completions, models, responses
 from kvkeep.server.openai import compaction as response_compaction
+from kvkeep.server.request_log import RequestLogMiddleware
 from kvkeep.server.security import OriginMiddleware, SecurityMiddleware
 from kvkeep.server.service import ContextDep, Service
 from kvkeep.server.sessions import (
@@ -115,7 +116,7 @@ def application(
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    return OriginMiddleware(checked_app, service, hosts, origins)
+    return RequestLogMiddleware(OriginMiddleware(checked_app, service, hosts, origins))
 
 
 @_page_router.get("/")

@@ -21,6 +21,7 @@ from kvkeep.server.app import LOCAL_HOSTS, application
 from kvkeep.server.connections import connection_config
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
+from kvkeep.server.request_log import log_requests
 from kvkeep.server.service import Service
 
 _BACKLOG = 512  # connections that wait to be accepted
@@ -64,6 +65,8 @@ def run_server(
 ) -> None:
     """Serve until a signal. options: of `kvkeep serve`, by name. drain: awaited at the end."""
     listener = _listen(options["host"], options["port"])
+    if options["verbose"]:
+        log_requests()
     host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
     service = Service(

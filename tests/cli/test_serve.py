@@ -58,6 +58,32 @@ def test_the_server_answers_once_it_prints_its_address(tiny_folder: Path, tmp_pa
         assert model["id"] == "tiny"
 
 
+@pytest.mark.parametrize("options", [(), ("-v",)], ids=["default", "verbose"])
+def test_requests_are_logged_if_that_is_asked_for(
+    tiny_folder: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with serving(tiny_folder, tmp_path, *options) as (process, url):
+        prompt = {"prompt": list(range(10, 40)), "max_tokens": 3, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=prompt, timeout=PATIENCE)
+        httpx.get(f"{url}/no%0Asuch?key=secret")
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    lines = [line for line in log.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
+    if not options:
+        assert lines == []
+        return
+    generation, completion, missing = (re.sub(r"[0-9.]+ s\b", "S s", line) for line in lines)
+    assert "prompt 30 tokens, 0 of them cached; waited S s, prefill S s; 3 gen" in generation
+    assert generation.endswith("; length")
+    assert completion.endswith(" POST /v1/completions 200 S s")
+    assert missing.endswith("GET /no\\nsuch 404 S s")
+
+
+def test_quiet_and_verbose_exclude_each_other() -> None:
+    assert "leave out --quiet or --verbose" in refused("-q", "-v")
+
+
 def test_the_prefix_cache_stays_within_its_limit(tiny_folder: Path, tmp_path: Path) -> None:
     """Blocks of three prompts do not fit in the space of two."""
     prompts = [[10 + (number * step) % 190 for step in range(520)] for number in (1, 3, 7)]
