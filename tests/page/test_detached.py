@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from page.conftest import create
-from page.test_chat import box, spans, start, texts, turns
+from page.test_chat import box, settings, spans, start, texts, turns
 from page.test_drafts import hold_turns
 from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
@@ -35,11 +35,23 @@ def endless_answer(server: RunningServer, name: str) -> Iterator[Iterator[str]]:
         yield lines
 
 
+@pytest.fixture(scope="module")
+def whole_answer(server: RunningServer) -> str:
+    """The answer to the question as the second turn, through the API."""
+    create(server, "alone", turns=0)
+    with server.client() as client:
+        for content, count in (("What is the capital of France?", 12), (QUESTION, TOKENS)):
+            turn = {"content": content, "max_tokens": count, "temperature": 0}
+            answer = client.post("/v1/sessions/alone/turns", json=turn).raise_for_status()
+    return str(answer.json()["text"])
+
+
 @pytest.mark.parametrize("way", ["reload", "inspect", "another chat"])
 def test_an_answer_goes_on_when_its_page_is_left(
-    page: Page, client: httpx.Client, server: RunningServer, way: str
+    page: Page, client: httpx.Client, whole_answer: str, way: str
 ) -> None:
-    name = start(page, tokens=TOKENS)
+    name = start(page, tokens=12)
+    settings(page, max_tokens=str(TOKENS))
     box(page).fill(QUESTION)
     box(page).press("Enter")
     expect(page.locator(".turn.open .answer .markdown")).not_to_be_empty()
@@ -50,14 +62,9 @@ def test_an_answer_goes_on_when_its_page_is_left(
         page.locator(f'#conversations [data-name="{name}"]').click()
     expect(turns(page)).to_have_count(2, timeout=60_000)
     expect(box(page)).to_have_value("")
-    create(server, f"alone-{way[0]}", turns=0)
-    alone = f"/v1/sessions/alone-{way[0]}/turns"
-    for content, count in (("What is the capital of France?", TOKENS), (QUESTION, TOKENS)):
-        turn = {"content": content, "max_tokens": count, "temperature": 0}
-        expected = client.post(alone, json=turn).raise_for_status().json()["text"]
     answer = spans(client, name)["turn 2 answer"]
     written = "".join(texts(client, name)[answer["start"] : answer["end"]])
-    assert written.removesuffix("<|im_end|>") == expected
+    assert written.removesuffix("<|im_end|>") == whole_answer
 
 
 def test_an_answer_of_another_client_is_stopped_from_the_page(
