@@ -3,8 +3,9 @@
 import asyncio
 from asyncio import wrap_future
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -156,10 +157,13 @@ class RequestContext:
         """Wait in the admission queue, and start the stream's generations.
 
         patience: seconds after which it returns although they have not started: iterating over the
-        stream then waits for that. If a submission fails, which is raised, all are cancelled.
+        stream then waits for that. If a submission fails, which is raised, all are cancelled, and
+        if the client disconnects meanwhile: raises Cancelled.
         """
         self.service.streams.add(stream)
-        await stream.start(self._admit(submissions), patience)
+        is_gone = Cancelled("the client disconnected before the request was admitted")
+        async with self._on_disconnect(lambda: stream.fail(is_gone)):
+            await stream.start(self._admit(submissions), patience)
 
     async def _admit(self, submissions: Sequence[Submission]) -> list[Generation]:
         generations: list[Generation] = []
@@ -183,20 +187,31 @@ class RequestContext:
         on_event: called with the index of the generation and each of its events.
         """
 
-        async def cancel_on_disconnect() -> None:
-            while (await self.http_request.receive())["type"] != "http.disconnect":
-                pass  # the body was read before
+        def cancel() -> None:
             for stream in streams:
                 stream.cancel()
 
-        disconnect_watcher = asyncio.create_task(cancel_on_disconnect())
-        try:
-            await asyncio.gather(*(stream.wait(on_event) for stream in streams))
-        finally:
-            disconnect_watcher.cancel()
-            for stream in streams:
-                stream.cancel()
+        async with self._on_disconnect(cancel):
+            try:
+                await asyncio.gather(*(stream.wait(on_event) for stream in streams))
+            finally:
+                cancel()
         return [result for stream in streams for result in stream.results]
+
+    @asynccontextmanager
+    async def _on_disconnect(self, function: Callable[[], None]) -> AsyncIterator[None]:
+        """Call a function if the client disconnects during the block."""
+
+        async def watch() -> None:
+            while (await self.http_request.receive())["type"] != "http.disconnect":
+                pass  # the body was read before
+            function()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
 
 async def _request_context(request: HttpRequest) -> RequestContext:

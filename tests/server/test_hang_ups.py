@@ -4,12 +4,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from kvkeep.engine import SessionRecord
+from kvkeep.engine import Limits, SessionRecord
 from kvkeep.model import Model
 from tests.scripted_model import model_with_text_of, slowed
 from tests.server.conftest import RunningServer, running_server
@@ -156,3 +158,22 @@ def test_a_stream_ends_with_a_client_that_is_gone_before_its_first_event(
         client.post("/v1/completions", json={"prompt": "b", "max_tokens": 1}).raise_for_status()
     wait_until(lambda: not busy_records(slow_server))
     assert not slow_server.service.pending_responses
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_waits_for_room_is_given_up_with_its_client(
+    smollm2: Model, tmp_path: Path, stream: bool
+) -> None:
+    """It would begin, unseen, when there is room again, also if it is detached."""
+    model = model_with_text_of(tmp_path / "model", smollm2.text.folder)
+    limits = Limits(running=1)
+    with slowed(model), running_server(model, tmp_path / "server", limits=limits) as server:
+        with closing(begin_turn(server, "working", max_tokens=100_000)), server.client() as client:
+            client.post("/v1/sessions", json={"name": "waiting"}).raise_for_status()
+            turn = {"content": "Hi", "max_tokens": 2, "detached": True, "stream": stream}
+            waiting = server.service.admission_queue._waiting
+            with closing(send_request(server, "/v1/sessions/waiting/turns", turn)):
+                wait_until(lambda: waiting.get("0"))
+            wait_until(lambda: not waiting.get("0"))
+        wait_until(lambda: not busy_records(server))
+        assert server.service.engine.find("waiting").result().live.tokens == []
