@@ -71,6 +71,29 @@ def test_turns_after_a_change_are_kept_in_a_branch_by_its_undo(
     expect(page.locator(".question").last).to_contain_text("Where is Lima?")
 
 
+def test_an_undo_that_fails_in_the_middle_loses_nothing(page: Page, client: httpx.Client) -> None:
+    """The copy is listed then; a whole undo keeps whether the session stays in memory."""
+    open_chat(page, client, "fails")
+    before = text_of(client, "fails")
+    client.put("/v1/sessions/fails/resident", json={"resident": True}).raise_for_status()
+    page.reload()
+    page.locator(".turn-bars button[data-turn='turn 2']").click()
+    card_button(page, "Remove").click()
+    expect(page.locator(".question")).to_have_count(2)
+    page.get_by_role("button", name="Undo remove").click()
+    expect(page.locator(".question")).to_have_count(3)
+    assert client.get("/v1/sessions/fails/memory").json()["resident"]
+    page.locator(".turn-bars button[data-turn='turn 2']").click()
+    card_button(page, "Remove").click()
+    expect(page.locator(".question")).to_have_count(2)
+    page.route("**/_undo.fails.*/fork", lambda route: route.abort())
+    page.get_by_role("button", name="Undo remove").click()
+    (kept,) = (name for name in names(client) if name.startswith("_undo.fails."))
+    page.locator(f'#conversations [data-name="{kept}"]').click()
+    expect(page.locator(".question")).to_have_count(3)
+    assert text_of(client, kept) == before
+
+
 def test_an_answer_that_was_regenerated_and_went_on_is_kept_by_its_undo(
     page: Page, client: httpx.Client
 ) -> None:

@@ -5,7 +5,7 @@ import { keptOf, titleOf, titleParts } from "./chat_settings.js";
 import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { isUndoName } from "./undo.js";
+import { isUndoCopy, isUndoName } from "./undo.js";
 
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
 
@@ -28,7 +28,7 @@ export function conversations(container, edits) {
 
   const draw = () => {
     const query = folded(search.value.trim());
-    const shown = withDates(entries).filter((entry) => !isUndoName(entry.name) && folded(`${titleOf(entry)} ${entry.name}`).includes(query));
+    const shown = withDates(entries).filter((entry) => !isUndoCopy(entry, entries) && folded(`${titleOf(entry)} ${entry.name}`).includes(query));
     const named = nested(shown.filter((entry) => entry.named));
     const unnamed = shown.filter((entry) => !entry.named);
     const focused = document.activeElement?.closest("li")?.querySelector("a")?.getAttribute("href");
