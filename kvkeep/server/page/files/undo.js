@@ -107,18 +107,3 @@ export async function dropIfUnchanged(name, session, revision) {
   const now = await get(`/v1/sessions/${session}/memory`);
   if (now.revision === revision) await send("DELETE", `/v1/sessions/${name}`);
 }
-
-/**
- * Puts a kept fork in its session's place, and drops those of later changes. The name stays; revisions start again.
- * If the server fails in between, the fork is listed in place of the session: see `isUndoCopy`.
- * @param {string} session @param {Step} step @param {number} revision that is shown
- */
-export async function undo(session, step, revision) {
-  const { data } = await get("/v1/sessions");
-  const later = stepsAmong(data, session).filter(({ number }) => number > step.number);
-  const isResident = data.some((/** @type {SessionEntry} */ { name, resident }) => name === session && resident);
-  await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
-  await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
-  if (isResident) await send("PUT", `/v1/sessions/${session}/resident`, { resident: true });
-  for (const { name } of [step, ...later]) await send("DELETE", `/v1/sessions/${name}`);
-}

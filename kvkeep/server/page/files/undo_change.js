@@ -1,6 +1,6 @@
 // Undo, as the chat and the inspector offer it: what was said since the change is kept in a branch, if that is agreed to.
 
-import { get } from "./api.js";
+import { get, send } from "./api.js";
 import { forkConversation } from "./branches.js";
 import { keep, keptOf } from "./chat_settings.js";
 import { h, promptDialog } from "./dom.js";
@@ -8,7 +8,7 @@ import { dropOpenNotes, signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { changeError } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
-import { MOST, sinceText, undo, wordOf } from "./undo.js";
+import { MOST, sinceText, stepsAmong, wordOf } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./undo.js").Step} Step */
@@ -74,4 +74,19 @@ export async function undoChange(memory, step, turns) {
   keep(memory.name, { edits });
   dropOpenNotes(memory.name);
   return { text: `Undone: ${wordOf(step.operation)}.${later ? ` ${later} since then: see the newest branch of this conversation.` : ""}`, isError: false };
+}
+
+/**
+ * Puts a kept fork in its session's place, and drops those of later changes. The name stays; revisions start again.
+ * If the server fails in between, the fork is listed in place of the session: see `isUndoCopy`.
+ * @param {string} session @param {Step} step @param {number} revision that is shown
+ */
+async function undo(session, step, revision) {
+  const { data } = await get("/v1/sessions");
+  const later = stepsAmong(data, session).filter(({ number }) => number > step.number);
+  const isResident = data.some((/** @type {SessionEntry} */ { name, resident }) => name === session && resident);
+  await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
+  await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
+  if (isResident) await send("PUT", `/v1/sessions/${session}/resident`, { resident: true });
+  for (const { name } of [step, ...later]) await send("DELETE", `/v1/sessions/${name}`);
 }
