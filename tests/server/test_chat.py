@@ -266,6 +266,8 @@ def test_the_async_client_streams_the_whole_response(
         {"max_tokens": 1e30},
         {"temperature": -1},
         {"top_logprobs": 10**6, "logprobs": True},
+        {"top_logprobs": 2},
+        {"top_logprobs": 2, "logprobs": False},
         {"logit_bias": {"x": 1}},
         {"logit_bias": {"99999999": 1}},
         {"response_format": {"type": "json_schema"}},

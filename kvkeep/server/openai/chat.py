@@ -30,9 +30,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     """Generate the assistant's next message, in `n` choices."""
     CHAT_RULES.check(body, context.notices)
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
-    schema = body.output_schema()
+    schema, logprobs = body.output_schema(), body.num_logprobs
     prompt = await chat_input(context, body.chat, body.render_options())
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(
         tuple(prompt.ids),

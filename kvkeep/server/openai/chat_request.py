@@ -85,6 +85,16 @@ class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
         return bool(self.functions) and not self.tools
 
     @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives of each token to report; None for no log-probabilities.
+
+        Raises InvalidArgument for alternatives without log-probabilities, as OpenAI's API does.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs is reported with logprobs: set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
     def token_limit(self) -> int | None:
         limits = (self.max_completion_tokens, self.max_tokens)
         limit = next((limit for limit in limits if limit is not None), None)
