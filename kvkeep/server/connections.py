@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # Longer than clients keep idle connections, such as aiohttp for 15 s; as servers do by default.
 IDLE_CONNECTION_SECONDS = 75
+SEND_SECONDS = 60.0  # in which a client must take something of a response
 HEADER_SECONDS = 30.0  # for a request's line and headers, from the first byte or the connection
 MAX_HEADER_BYTES = 65_536  # of a request's line and headers together
 _MAX_CONNECTIONS = 4096
@@ -69,32 +70,62 @@ def _backlog() -> int:
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed if there are too many, or if headers do not arrive in time."""
+    """A connection that is closed if there are too many, or if headers do not arrive in time.
+
+    It is aborted if its client takes nothing of a response: `transport.close` waits for that.
+    """
 
     _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > max_connections():
             transport.abort()
             return
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` for any byte that is not taken
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
+            self._stop_header_timer()
         elif self._header_timer is None:
             self._expect_headers()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_send_timer()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_header_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def _expect_headers(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
-    def _stop_timer(self) -> None:
+    def _expect_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(SEND_SECONDS, self._abort_unless_read, size)
+
+    def _abort_unless_read(self, earlier_size: int) -> None:
+        """Abort if as many bytes wait as before. Nothing is added to them meanwhile."""
+        if self.transport.get_write_buffer_size() < earlier_size:
+            self._expect_reading()
+        else:
+            self.transport.abort()
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
