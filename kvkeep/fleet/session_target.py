@@ -1,12 +1,12 @@
 """The session that a request targets, and the operation on it, from the method and path."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from kvkeep.chat.compaction_items import is_handle
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import parse_json
 from kvkeep.storage.sessions.interface import is_valid_name
 
 # none: no session of the store. unknown: an invalid path below /v1/sessions/. events: an endless
@@ -75,7 +75,7 @@ def require_new_name(name: object) -> str:
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON body. Raises ApiError if it is not an object."""
     try:
-        parsed = json.loads(body or b"{}")
+        parsed = parse_json(body or b"{}")
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):

@@ -1,6 +1,5 @@
 """Routes whose large bodies are parsed and validated in a thread, so that other requests go on."""
 
-import json
 from asyncio import to_thread
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from kvkeep.server.limits import parse_json
 
 MAX_BYTES_AT_ONCE = 100_000  # of a body that is parsed without a thread
 
@@ -42,11 +43,14 @@ class _LargeRequest(HttpRequest):
     errors: list[dict[str, Any]] | None = None
 
     async def json(self) -> Any:
-        """Return the body. Raises JSONDecodeError, and HTTPException for `errors`."""
+        """Return the body. Raises JSONDecodeError, and HTTPException for `errors` and encodings."""
         body = await self.body()
-        if len(body) <= MAX_BYTES_AT_ONCE or self.validate is None:
-            return json.loads(body)
-        value, self.errors = await to_thread(self._validated, body, self.validate)
+        try:
+            if len(body) <= MAX_BYTES_AT_ONCE or self.validate is None:
+                return parse_json(body)
+            value, self.errors = await to_thread(self._validated, body, self.validate)
+        except UnicodeDecodeError as error:
+            raise HTTPException(400, "the body must be JSON in UTF-8") from error
         if self.errors:
             raise HTTPException(400)
         return value
@@ -55,7 +59,7 @@ class _LargeRequest(HttpRequest):
     def _validated(
         body: bytes, validate: Callable[..., tuple[Any, list[dict[str, Any]]]]
     ) -> tuple[Any, list[dict[str, Any]]]:
-        return validate(json.loads(body), {}, loc=("body",))
+        return validate(parse_json(body), {}, loc=("body",))
 
 
 def body_router() -> APIRouter:

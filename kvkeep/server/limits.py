@@ -4,6 +4,7 @@ A field beyond its limit is refused with status 400: the error names the field, 
 was found. A body of too many values gets 413 before it is parsed (`require_few_values`).
 """
 
+import json
 from typing import Annotated, Any
 
 import numpy as np
@@ -82,6 +83,16 @@ def require_few_values(body: bytes) -> None:
     if count > MAX_VALUES:
         message = f"the JSON of a request can have at most {MAX_VALUES:,} values; found {count:,}"
         raise ApiError(413, message, code="too_large")
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse JSON in UTF-8 (RFC 8259), the only encoding in which values are counted.
+
+    Raises ValueError and RecursionError, and UnicodeDecodeError for another encoding.
+    """
+    if b"\0" in body[:4]:  # UTF-16 or UTF-32
+        raise UnicodeDecodeError("utf-8", body[:4], 0, 1, "there is a zero byte")
+    return json.loads(body.decode("utf-8-sig"))
 
 
 def count_values(body: bytes) -> int:

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from server.conftest import RunningServer
 
+from kvkeep.fleet.session_target import parse_json_object
+from kvkeep.server.body_route import MAX_BYTES_AT_ONCE
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import (
     MAX_ENTRIES,
@@ -241,6 +243,29 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(server: Runnin
             assert f"at most {MAX_VALUES:,} values; found {2 * MAX_VALUES + 4:,}" in response.text
         text = client.post("/tokenize", json={"content": "x" + "," * (MAX_VALUES + 1)})
         assert text.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_json_in_another_encoding_than_utf_8_is_refused(
+    server: RunningServer, encoding: str
+) -> None:
+    """Its values would not be counted. UTF-8 may have a byte order mark."""
+    headers = {"Content-Type": "application/json"}
+    with server.client() as client:
+        for padding in ("", "x" * MAX_BYTES_AT_ONCE):
+            text = json.dumps({"content": padding})
+            response = client.post("/tokenize", content=text.encode(encoding), headers=headers)
+            assert response.status_code == 400
+            assert "the body must be JSON in UTF-8" in response.text
+            marked = client.post("/tokenize", content=text.encode("utf-8-sig"), headers=headers)
+            assert marked.status_code == 200
+        values = "{" + f'"prompt": [{"[]," * (MAX_VALUES + 1)}[]]' + "}"
+        response = client.post("/completion", content=values.encode(encoding), headers=headers)
+        assert response.status_code in (400, 413)
+    with pytest.raises(ApiError):
+        parse_json_object('{"name": "a"}'.encode(encoding))
 
 
 def test_texts_with_many_commas_are_no_values() -> None:

@@ -213,10 +213,18 @@ def test_damaged_items_are_not_read(content: Any) -> None:
     assert read_compaction({"type": "compaction", "encrypted_content": content}) is None
 
 
-def item_of(text: str) -> dict[str, Any]:
+def item_of(text: str, encoding: str = "utf-8") -> dict[str, Any]:
     """A compaction item of any text in place of its JSON."""
-    packed = base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+    packed = base64.urlsafe_b64encode(zlib.compress(text.encode(encoding))).decode()
     return {"type": "compaction", "encrypted_content": f"kvkeep1.{packed}"}
+
+
+def test_a_history_in_another_encoding_than_utf_8_is_not_read() -> None:
+    """Its values would not be counted."""
+    text = '{"handle": "cmp_1", "items": []}'
+    assert read_compaction(item_of(text), compaction._parse_history)
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        assert read_compaction(item_of(text, encoding), compaction._parse_history) is None
 
 
 def test_one_item_of_ours_is_unpacked_at_most() -> None:

@@ -6,7 +6,6 @@ is evaluated instead. Where several servers share a store, a labelled snapshot o
 there for the others.
 """
 
-import json
 import secrets
 import time
 from asyncio import to_thread, wrap_future
@@ -33,7 +32,7 @@ from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
-from kvkeep.server.limits import LongText, Messages, ShortText, require_few_values
+from kvkeep.server.limits import LongText, Messages, ShortText, parse_json, require_few_values
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.schemas import RequestBody
@@ -98,7 +97,7 @@ def _parse_history(document: bytes) -> CompactedHistory:
         require_few_values(document)
     except ApiError as error:
         raise ValueError(error.message) from error
-    fields = _HistoryFields.model_validate(json.loads(document))
+    fields = _HistoryFields.model_validate(parse_json(document))
     return CompactedHistory(fields.handle, tuple(fields.items))
 
 
