@@ -14,6 +14,7 @@ from kvkeep.server.service import Service
 # A body must be there this long after the headers, and one second later for each so many bytes.
 BODY_SECONDS = 30.0
 _MIN_BYTES_PER_SECOND = 1000
+_MAX_BODY_SECONDS = 600.0  # for any body
 PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
 ANY_ORIGIN = "*"
@@ -89,6 +90,7 @@ class OriginMiddleware:
 class SecurityMiddleware:
     """Rejects requests with a wrong API key, or that are too large.
 
+    Without a key only public paths and OPTIONS are answered, and only without a body.
     Sets `scope["owner"]` to the key's owner.
     """
 
@@ -116,13 +118,16 @@ class SecurityMiddleware:
             await exchange.rejection.response(scope["path"])(scope, receive, send)
 
     def _authenticate(self, scope: Scope, headers: dict[str, str]) -> str | None:
-        """Return the owner, or None for a public path without one. Raises ApiError (401)."""
+        """Return the owner, or None for a public path without one. Raises ApiError (401, 413)."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" and token else headers.get("x-api-key")
         owner = self._keys.owner(key)
         is_public = scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PAGE_PREFIX)
         if owner is None and not is_public and scope["method"] != "OPTIONS":
             raise ApiError(401, "missing or unknown API key", "authentication_error", "key")
+        if owner is None and _has_body(headers):  # it would be held in memory
+            message = "a request without a valid API key cannot have a body"
+            raise ApiError(413, message, code="too_large", closes=True)
         return owner
 
 
@@ -131,6 +136,10 @@ def _require_one_length(headers: dict[str, str]) -> None:
     if "content-length" in headers and "transfer-encoding" in headers:
         message = "use Content-Length or Transfer-Encoding, not both"
         raise ApiError(400, message, closes=True)
+
+
+def _has_body(headers: dict[str, str]) -> bool:
+    return "transfer-encoding" in headers or int(headers.get("content-length", "0")) > 0
 
 
 def _check_size(headers: dict[str, str]) -> None:
@@ -169,6 +178,7 @@ class _Exchange:
         if self._body_complete:
             return await self._receive()
         seconds = BODY_SECONDS + self._received_bytes / _MIN_BYTES_PER_SECOND
+        seconds = min(seconds, _MAX_BODY_SECONDS)
         try:
             async with asyncio.timeout_at(self._start + seconds):
                 message = await self._receive()

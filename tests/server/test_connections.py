@@ -13,6 +13,7 @@ from small_models import small_model
 
 from kvkeep.engine import Engine
 from kvkeep.server import connections, security
+from kvkeep.server.keys import ApiKeys
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -71,6 +72,35 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(
         assert b"did not arrive in time" in answer
     with server.client() as client:
         assert client.post("/tokenize", json={"content": "a"}).status_code == 200
+
+
+def test_a_body_has_ten_minutes_at_most(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of it has arrived: the time does not grow with it for hours."""
+    monkeypatch.setattr(security, "_MAX_BODY_SECONDS", 0.3)
+    head = POST + b"Content-Length: 100000\r\n\r\n"
+    answer = answer_to(server, head + b'{"content": "' + b"a" * 40_000)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+WITHOUT_KEY = (
+    *(b"GET /health", b"POST /health", b"POST /v1/models", b"PUT /page/main.js", b"POST /"),
+    b"OPTIONS /v1/chat/completions",
+)
+
+
+def test_without_a_key_no_body_is_read() -> None:
+    """Nor are paths that need no key a way to fill the server's memory."""
+    closing = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
+    with serving(Engine(small_model()), ApiKeys(("a-key-of-sixteen-or-more",))) as server:
+        for line in WITHOUT_KEY:
+            head = line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            for length in (b"Content-Length: 1000000", b"Transfer-Encoding: chunked"):
+                answer = answer_to(server, head + length + b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 413 "), line
+                assert b"without a valid API key" in answer
+            assert not answer_to(server, head + closing).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("header", [b"X-A: " + b"a" * 200_000, b"X-A: a\r\n" * 30_000])
