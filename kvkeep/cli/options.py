@@ -63,6 +63,18 @@ def parse_size_or_zero(text: str) -> int:
     return size
 
 
+def checked_type(parse: Callable[[str], str]) -> Callable[[str], str]:
+    """Return an option's type from a function that raises InvalidArgument for a wrong text."""
+
+    def convert(text: str) -> str:
+        try:
+            return parse(text)
+        except InvalidArgument as error:
+            raise click.BadParameter(str(error)) from None
+
+    return convert
+
+
 def option(*flags: str, section: str | None = None, **settings: Any) -> Any:
     """Declare an option, as the default of a command's parameter or of a dataclass field.
 

@@ -21,6 +21,7 @@ from kvkeep.cli.memory import (
 from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import (
     SPECULATE_OPTION,
+    checked_type,
     choice_option,
     command,
     compact_at_option,
@@ -33,6 +34,7 @@ from kvkeep.cli.output import format_size, say
 from kvkeep.cli.store import default_server_folder, require_no_server
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
+from kvkeep.server.host_names import ANY_ORIGIN, OPAQUE_ORIGIN, parse_host, parse_origin
 from kvkeep.storage.objects import is_url
 from kvkeep.types import AlignmentMode, ContextPolicy
 
@@ -48,12 +50,9 @@ _RULE_NAMES = ", ".join(
 )
 
 
-def _prompt_rules(selection: str) -> str:
-    """Option type: a selection of prompt rules."""
-    try:
-        select_rules(selection)
-    except InvalidArgument as error:
-        raise click.BadParameter(str(error)) from None
+def _parse_rules(selection: str) -> str:
+    """Return a selection of prompt rules. Raises InvalidArgument if it is none."""
+    select_rules(selection)
     return selection
 
 
@@ -84,12 +83,17 @@ class ServingOptions:
         exists=True, help="API keys or their hashes (kvkeep keys); every request then needs one."
     )
     allow_host: tuple[str, ...] = option(
-        metavar="NAME", multiple=True, help="Accept this host name too; repeatable."
+        metavar="NAME",
+        type=checked_type(parse_host),
+        multiple=True,
+        help="Accept this host name too; repeatable.",
     )
     allow_origin: tuple[str, ...] = option(
         metavar="URL",
+        type=checked_type(parse_origin),
         multiple=True,
-        help="Accept browser requests from this origin (CORS); repeatable; *: from any.",
+        help="Accept browser requests from this origin (CORS); repeatable; *: from any, "
+        "with --api-key-file.",
     )
     alias: str | None = option(
         metavar="NAME", show_default="its own", help="Model name in API responses."
@@ -107,7 +111,7 @@ class ServingOptions:
     )
     prompt_rules: str = option(
         metavar="RULES",
-        type=_prompt_rules,
+        type=checked_type(_parse_rules),
         default="default",
         help=f"Rules that change prompts so that more of them is reused: {_RULE_NAMES}; with "
         "commas, -NAME to switch one off, or none or all.",
@@ -147,11 +151,18 @@ class ServingOptions:
     quiet: bool = option("-q", is_flag=True, help="Print errors only.")
 
     def require_api_keys_if_exposed(self) -> None:
-        """Raise InvalidArgument if other machines can reach a server without API keys."""
-        if self.host not in _LOOPBACK and self.api_key_file is None:
+        """Raise InvalidArgument if other machines or any web page can use it without API keys."""
+        if self.api_key_file is not None:
+            return
+        if self.host not in _LOOPBACK:
             raise InvalidArgument(
                 f"{self.host} can be reached from other machines: set API keys with "
                 "--api-key-file, or listen on 127.0.0.1"
+            )
+        if every := {ANY_ORIGIN, OPAQUE_ORIGIN}.intersection(self.allow_origin):
+            raise InvalidArgument(
+                f"--allow-origin {every.pop()} lets every web page read and change all sessions: "
+                "set API keys with --api-key-file, or name the origins"
             )
 
     def is_for_one_user(self) -> bool:

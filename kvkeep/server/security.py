@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
+from kvkeep.server.host_names import ANY_ORIGIN, host_name
 from kvkeep.server.limits import MAX_BODY_BYTES
 from kvkeep.server.service import Service
 
@@ -17,7 +18,6 @@ _MIN_BYTES_PER_SECOND = 1000
 _MAX_BODY_SECONDS = 600.0  # for any body
 PAGE_PREFIX = "/page/"  # static files of the web UI, which hold no user's data
 PUBLIC_PATHS = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
-ANY_ORIGIN = "*"
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _READ_ONLY_POST_PATHS = frozenset(("/v1/prefix/explain",))
 _CSP = (
@@ -29,6 +29,7 @@ _SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
     (b"content-security-policy", _CSP),
+    (b"cross-origin-resource-policy", b"same-origin"),
 )
 _FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 
@@ -36,17 +37,18 @@ _FORM_CONTENT_TYPE = "application/x-www-form-urlencoded"
 class OriginMiddleware:
     """Rejects requests of unclear length, or with a wrong Host (DNS rebinding) or Origin.
 
-    Browsers send an Origin with every page's requests, so those of foreign pages are rejected.
+    Browsers name the page's Origin in what scripts send, but not in what a page loads by <img> or
+    by fetch in mode no-cors: such requests of foreign pages are rejected by Sec-Fetch-Site.
     Adds security headers to each response, and counts its status.
     """
 
     def __init__(
         self, app: Any, service: Service, hosts: Collection[str], origins: Collection[str] = ()
     ):
-        """hosts: allowed Host headers, without ports. origins: allowed beside the server's own."""
+        """hosts: allowed, beside any port. origins: allowed beside the server's own."""
         self._app, self._status_counts = app, service.status_counts
         self._origins, self._allow_edit = frozenset(origins), service.allow_edit
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._hosts = frozenset(map(host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,12 +72,15 @@ class OriginMiddleware:
 
     def _check_host_and_origin(self, scope: Scope, headers: dict[str, str]) -> None:
         """Raise ApiError for a Host or Origin that is not allowed, and for edits by the web UI."""
-        host, origin = _without_port(headers.get("host", "")), headers.get("origin")
+        host, origin = host_name(headers.get("host", "")), headers.get("origin")
         without_host = not host and scope.get("http_version") == "1.0"  # no browser sends that
-        if host.lower() not in self._hosts and not without_host:
+        if host not in self._hosts and not without_host:
             advice = "start the server with --allow-host to allow it"
             raise ApiError(421, f"host {host!r} is not allowed; {advice}", code="host")
-        if origin is None:  # not a browser
+        if origin is None:  # not a browser, or a request that reads
+            if ANY_ORIGIN not in self._origins and _is_loaded_by_foreign_page(scope, headers):
+                message = "pages of other origins can load nothing without CORS and --allow-origin"
+                raise ApiError(403, message, "permission_error", "origin")
             return
         from_web_ui = origin.partition("://")[2] == headers.get("host")
         if not from_web_ui and not {origin, ANY_ORIGIN} & self._origins:
@@ -131,6 +136,12 @@ class SecurityMiddleware:
         return owner
 
 
+def _is_loaded_by_foreign_page(scope: Scope, headers: dict[str, str]) -> bool:
+    """Whether a page of another origin sends a request, except by a link to the web UI."""
+    is_link = headers.get("sec-fetch-mode") == "navigate" and scope["path"] == "/"
+    return headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link
+
+
 def _require_one_length(headers: dict[str, str]) -> None:
     """Raise ApiError for a body that a proxy may see end elsewhere."""
     if "content-length" in headers and "transfer-encoding" in headers:
@@ -154,12 +165,6 @@ def _check_size(headers: dict[str, str]) -> None:
 def too_large_error() -> ApiError:
     """Return the error for a body that is too large."""
     return ApiError(413, f"a request can have at most {MAX_BODY_BYTES:,} bytes", code="too_large")
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("[") and "]" in host:  # an IPv6 address
-        return host.partition("]")[0] + "]"
-    return host.rpartition(":")[0] if ":" in host else host
 
 
 class _Exchange:

@@ -304,6 +304,24 @@ def test_other_hosts_need_api_keys(tiny_folder: Path, tmp_path: Path) -> None:
         assert httpx.post(f"{url}/v1/sessions", json={}, headers=headers).status_code == 201
 
 
+@pytest.mark.parametrize("origin", ["*", "null"])
+def test_pages_of_any_origin_need_api_keys(tiny_folder: Path, origin: str) -> None:
+    """Otherwise every page in the user's browser could read and delete all sessions."""
+    message = refused("--allow-origin", origin, "--model", str(tiny_folder))
+    assert "--api-key-file" in message
+    assert f"--allow-origin {origin}" in message
+
+
+def test_hosts_and_origins_that_match_nothing_are_refused() -> None:
+    model = ("--model", "nothing")
+    for host in ("http://example.com", "*", "a b", "example.com/"):
+        assert "expected one such as example.com" in refused(*model, "--allow-host", host)
+    for origin in ("example.com", "http://*.example.com", "http://example.com/page", "http://"):
+        assert "expected one such as http://example.com" in refused(
+            *model, "--allow-origin", origin
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "edits"),
     [

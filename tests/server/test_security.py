@@ -251,6 +251,28 @@ def test_cross_origin_requests_are_refused(
         assert client.get("/v1/sessions/theirs").status_code == 404
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_foreign_pages_load_nothing_without_an_origin(server: RunningServer, site: str) -> None:
+    """As by <img> and by fetch in mode no-cors. Other ports of a host are of the same site."""
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+    link = {**headers, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    with server.client() as client:
+        for path in ("/v1/sessions", "/v1/sessions/slot-0/memory", "/v1/events", "/health", "/"):
+            refused = client.get(path, headers=headers)
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "origin"
+        assert client.get("/v1/sessions", headers=link).status_code == 403
+        for trusted in (link, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
+            page = client.get("/", headers=trusted)
+            assert page.status_code == 200
+            assert page.headers["cross-origin-resource-policy"] == "same-origin"
+    origin = "https://app.example"
+    for allowed, sent in ((origin, {"Origin": origin}), ("*", {})):
+        app = application(server.service, origins=[allowed])
+        other = TestClient(app, base_url="http://localhost", headers={**headers, **sent})
+        assert other.get("/health").status_code == 200
+
+
 def test_the_web_ui_is_read_only_unless_it_may_edit(server: RunningServer) -> None:
     """Without `allow_edit`, requests with the server's own Origin may only read."""
     with server.client() as client:
