@@ -30,6 +30,7 @@ from kvkeep.models.hub.library import home, store_model
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = Path(kvkeep.__file__).parent  # not in ROOT where a release is tried
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
 # Programs of others, whose options are not checked.
@@ -77,7 +78,7 @@ OTHERS = (
 def known_names() -> set[str]:
     """The functions, classes, parameters and attributes that kvkeep defines anywhere."""
     names = {name for kind in (str, bytes, dict, list, set) for name in dir(kind)} | set(OTHERS)
-    for file in (ROOT / "kvkeep").rglob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
@@ -119,7 +120,7 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_sources_of_kernels_exist(page: Path) -> None:
-    existing = {file.name for file in (ROOT / "kvkeep" / "compiled" / "src").iterdir()}
+    existing = {file.name for file in (PACKAGE / "compiled" / "src").iterdir()}
     named = set(re.findall(r"`(\w+\.(?:cpp|h))`", page.read_text(encoding="utf-8")))
     assert named <= existing
 

@@ -2,11 +2,17 @@
 
 import io
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from timeouts import PATIENCE
+
+import kvkeep
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,3 +134,27 @@ def test_a_wheel_decodes_with_kernels_whatever_faster_ones_need(tools: None) -> 
     ):
         facts = {"kernels": {"name": "avx2"}, "model": {"decode": str(path)}}
         assert decodes_with_kernels(facts) == expected
+
+
+@pytest.mark.extended
+def test_snippets_of_the_readme_are_checked_where_only_an_installed_package_is(
+    tmp_path: Path,
+) -> None:
+    """As by `require_readme`: the tree has no sources of kvkeep."""
+    tree, installed = tmp_path / "tree", tmp_path / "installed"
+    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "pyproject.toml", "docs"):
+        (tree / name).symlink_to(ROOT / name)
+    installed.mkdir()
+    (installed / "kvkeep").symlink_to(Path(kvkeep.__file__).parent)
+    words = [sys.executable, "-m", "pytest", "tests/test_docs.py", "-q", "-p", "no:cacheprovider"]
+    process = subprocess.run(
+        [*words, "-k", "README and (name_exists or sources)"],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout

@@ -101,7 +101,7 @@ def require_readme(wheel: Path, source: Path, folder: Path) -> None:
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
     run(*pip, f"torch=={torch_release()}", environment=environment, at=tree)
     run(*pip, f"{wheel}[plot,test]", environment=environment, at=tree)
-    tests = ["tests/test_docs.py", "-k", "README and not sources", "-q", "-p", "no:cacheprovider"]
+    tests = ["tests/test_docs.py", "-k", "README", "-q", "-p", "no:cacheprovider"]
     print(run(python, "-m", "pytest", *tests, environment=environment, at=tree))
 
 
