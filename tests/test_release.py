@@ -24,6 +24,19 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+@pytest.fixture
+def unpacked(tmp_path: Path, tools: None) -> Path:
+    """A folder with links to all files that git tracks, or would track."""
+    from wheels import tracked_files
+
+    if not (ROOT / ".git").exists():
+        pytest.skip("no clone: git does not say which files are of the release")
+    for name in tracked_files():
+        (file := tmp_path / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.symlink_to(ROOT / name)
+    return tmp_path / "sources"
+
+
 def archive(names: list[str], seconds: int, user: str, mode: int) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as target:
@@ -47,6 +60,39 @@ def test_a_source_archive_has_the_same_bytes_by_any_user_at_any_time(tools: None
             ("a/c", 1_000_000, 0o644),
         ]
         assert opened.extractfile(members[1]).read() == b"a/c"
+
+
+def test_an_sdist_has_the_files_that_git_tracks_and_nothing_that_it_ignores(
+    tools: None, unpacked: Path
+) -> None:
+    from wheels import tracked_files
+
+    for name in (
+        *("docs/node_modules/a.md", "docs/model.gguf", "docs/dist/a.md", "docs/.ruff_cache/a"),
+        *("tests/a.safetensors", "tests/page/node_modules/a.js", "tests/.hypothesis/examples/a"),
+        *("tests/__pycache__/a.pyc", "tests/.pytest_cache/a", "tests/build/a.py"),
+        *("benchmarks/a.json", "benchmarks/build/a.py", "tools/page/node_modules/a/a.py"),
+        *("kvkeep/compiled/_avx2.so", "kvkeep/compiled/built.json", "keys"),
+    ):
+        (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
+        (unpacked / name).touch()
+    words = [sys.executable, "-W", "ignore", "setup.py", "--quiet", "egg_info"]
+    subprocess.run(words, cwd=unpacked, check=True, capture_output=True)
+    listed = (unpacked / "kvkeep.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines()
+    assert {name for name in listed if not name.startswith("kvkeep.egg-info/")} == tracked_files()
+
+
+def test_a_release_names_the_files_that_its_sdist_lacks_or_should_not_have(
+    tools: None, tmp_path: Path
+) -> None:
+    from release import require_sources
+
+    names = ["a-1/PKG-INFO", "a-1/setup.cfg", "a-1/kvkeep.egg-info/SOURCES.txt", "a-1/docs/a.md"]
+    source = tmp_path / "a-1.tar.gz"
+    source.write_bytes(archive(names, 10, "one", 0o644))
+    require_sources(source, {"docs/a.md"})
+    with pytest.raises(SystemExit, match=r"lacks: \.gitignore; should not have: docs/a\.md"):
+        require_sources(source, {".gitignore"})
 
 
 def test_the_sbom_names_each_library_that_is_copied_into_the_page(tools: None) -> None:

@@ -17,9 +17,18 @@ import tarfile
 import tempfile
 import tomllib
 import venv
+from collections.abc import Set
 from pathlib import Path
 
-from wheels import DIST, ROOT, build_and_try, require_same_bytes, run, torch_release
+from wheels import (
+    DIST,
+    ROOT,
+    build_and_try,
+    require_same_bytes,
+    run,
+    torch_release,
+    tracked_files,
+)
 
 
 def main() -> None:
@@ -39,6 +48,7 @@ def main() -> None:
     if not options.unfinished:
         require_tagged_commit(version)
     wheel, source = build_and_try()
+    require_sources(source, tracked_files())
     require_same_bytes(wheel, source)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, source)
     site = ROOT / "site" / version
@@ -83,6 +93,19 @@ def require_tagged_commit(version: str) -> None:
     tags = subprocess.run(["git", "tag", "--points-at"], cwd=ROOT, capture_output=True, text=True)
     if f"v{version}" not in tags.stdout.split():
         sys.exit(f"this commit is not tagged v{version} (or add --unfinished)")
+
+
+def require_sources(source: Path, expected: Set[str]) -> None:
+    """Exit with an error unless the sdist has these files, and no others than a build adds."""
+    with tarfile.open(source) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    names -= {"PKG-INFO", "setup.cfg"}
+    names = {name for name in names if not name.startswith("kvkeep.egg-info/")}
+    if names != expected:
+        sys.exit(
+            f"{source.name} lacks: {', '.join(sorted(expected - names)) or 'nothing'}; should not "
+            f"have: {', '.join(sorted(names - expected)) or 'nothing'} (see MANIFEST.in)"
+        )
 
 
 def require_readme(wheel: Path, source: Path, folder: Path) -> None:

@@ -62,6 +62,13 @@ def commit_seconds() -> str:
     return run("git", "log", "-1", "--format=%ct", at=ROOT).strip()
 
 
+def tracked_files() -> set[str]:
+    """Return the names of the files of a release: those that git tracks, and new ones."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+
+
 def dated_archive(content: bytes, seconds: int) -> bytes:
     """Return a .tar.gz with its files in order, and without times and users of this machine."""
     result = io.BytesIO()
