@@ -25,9 +25,10 @@ ENV PATH=/opt/kvkeep/bin:$PATH KVKEEP_HOME=/data
 USER kvkeep
 VOLUME /data
 EXPOSE 8080
-# Long enough to fetch the model at the first start.
+# Long enough to fetch the model at the first start. http.client uses no proxy, unlike urllib.
 HEALTHCHECK --start-period=300s --interval=10s --timeout=5s \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8080/health', timeout=4)"]
+    CMD ["python", "-c", "from http.client import HTTPConnection as H; c = H('127.0.0.1', 8080, timeout=4); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["kvkeep"]
 # A server that others can reach needs API keys: mount a file with a key or its hash a line.
-CMD ["serve", "--host", "0.0.0.0", "--api-key-file", "/run/secrets/keys"]
+# `docker stop` kills after 10 s: half of them are for running answers, the rest to save sessions.
+CMD ["serve", "--host", "0.0.0.0", "--api-key-file", "/run/secrets/keys", "--grace", "5"]

@@ -2,8 +2,13 @@
 
 import fnmatch
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +95,52 @@ def test_the_container_serves_as_its_own_user_with_keys() -> None:
     assert (result.exit_code, "--api-key-file" in result.output) == (2, True)
 
 
-def test_the_health_check_asks_a_route_that_needs_no_key() -> None:
+class Health(BaseHTTPRequestHandler):
+    """Answers as a server does: /health with the status, everything else with 401."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path in PUBLIC_PATHS else 401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_the_health_check_requests_a_public_route_through_no_proxy(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (check,) = last_stage("HEALTHCHECK")
-    (url,) = re.findall(r"http://[^']+", check)
-    host, _, path = url.removeprefix("http://").partition("/")
-    assert host == f"127.0.0.1:{last_stage('EXPOSE')[0]}"
-    assert f"/{path}" in PUBLIC_PATHS
-    compile(json.loads(check[check.index("[") :])[-1], "HEALTHCHECK", "exec")
+    (_, option, code) = json.loads(check[check.index("[") :])
+    monkeypatch.setattr(Health, "status", status)
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        words = [
+            sys.executable,
+            option,
+            code.replace(last_stage("EXPOSE")[0], f"{server.server_port}"),
+        ]
+        proxies = {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        process = subprocess.run(words, env={**os.environ, **proxies}, check=False)
+    assert process.returncode == (status != 200)
+
+
+def test_a_container_has_time_to_save_sessions_before_it_is_killed() -> None:
+    graces = [p.default for p in COMMANDS["serve"].load().params if "--grace" in p.opts]
+    words = json.loads(last_stage("CMD")[-1])
+    assert float(words[words.index("--grace") + 1]) <= 5  # docker kills after 10 s
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    seconds = [int(compose["services"]["kvkeep"]["stop_grace_period"].removesuffix("s"))]
+    serving = [
+        line.split()
+        for line in INSTALL_PAGE.splitlines()
+        if line.startswith("docker run") and "--publish" in line
+    ]
+    assert len(serving) == 2
+    seconds += [int(line[line.index("--stop-timeout") + 1]) for line in serving]
+    assert all(second >= graces[0] + 15 for second in seconds)
 
 
 def test_compose_mounts_what_the_image_reads() -> None:
