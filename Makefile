@@ -121,14 +121,15 @@ release: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python tools/release.py
 
-# Static analysis, and published faults of the packages that kvkeep is tested with (needs a network).
+# Static analysis, and published faults of all packages that kvkeep is tested with, those that others
+# require among them (needs a network).
 # tools/audit.py says what was not audited; its status is 0 only if all was.
 AUDIT := $(CURDIR)/build/audit
 
-audit:
+audit: install
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/pip install --quiet bandit pip-audit
-	$(AUDIT)/bin/python tools/audit.py
+	$(AUDIT)/bin/python tools/audit.py --python $(BIN)/python
 
 # Seconds, megabytes and packages of an installation: the figures of docs/install.md.
 install-size:

@@ -108,6 +108,16 @@ def test_the_sbom_names_each_library_that_is_copied_into_the_page(tools: None) -
     assert all(json.dumps(component).count("pkg:npm/") == 1 for component in page_components())
 
 
+def test_an_audit_covers_pinned_packages_and_all_that_they_require(tools: None) -> None:
+    from audit import releases
+
+    found = releases(sys.executable)
+    assert {"h11", "anyio", "httpcore", "certifi", "idna", "urllib3", "pyyaml"} <= set(found)
+    assert {"twine", "cyclonedx-bom", "jinja2", "huggingface-hub"} <= set(found)
+    assert [release for release in found.values() if "+" in release] == []
+    assert "kvkeep" not in found
+
+
 @pytest.mark.parametrize(
     ("packages", "status", "line"),
     [
