@@ -15,6 +15,7 @@ from kvkeep.engine.steps import StepGrid
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.session.memory import memory_bytes
 from kvkeep.session.session import Session
+from kvkeep.storage.sessions.interface import require_distinct
 from kvkeep.storage.snapshots.header import read_summary
 
 _log = logging.getLogger("kvkeep.engine")
@@ -67,6 +68,8 @@ class SessionRegistry:
             raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or _new_name()
         file = self.disk.new_file(owner, name) if named else None
+        if file is not None:
+            require_distinct(name, (record.name for record in self if record.owner == owner))
         if self.get(name, owner):
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)

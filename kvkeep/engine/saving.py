@@ -10,6 +10,7 @@ from pathlib import Path
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.errors import StoreError
+from kvkeep.storage.sessions.interface import require_distinct
 
 _log = logging.getLogger("kvkeep.engine")
 _RETRY_FACTOR = 15
@@ -78,9 +79,12 @@ class SessionSaver:
     def snapshot(self, record: SessionRecord, label: str) -> Future[int]:
         """Write a snapshot of a session under a label; the result is its size in bytes.
 
-        Raises StoreError if there can be no folder for it.
+        Raises StoreError if there can be no folder for it. The future raises NoRoom beyond the
+        limit of an owner's snapshots, and InvalidArgument for a new label in a folder that differs
+        from another only in case.
         """
-        path = self._registry.disk.snapshots_of(record.owner).path(label)
+        disk, policy = self._registry.disk, self._registry.policy
+        path = (labelled := disk.snapshots_of(record.owner)).path(label)
         if isinstance(path, Path):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +93,16 @@ class SessionSaver:
                     f"snapshot {label!r} cannot be stored in {path.parent} "
                     f"({error.strerror or error}): make it a folder that can be written"
                 ) from error
-        save = self._registry.disk.snapshot(record).save_by
-        return self._uploader.submit(save, path, self._registry.disk.codec)
+        snapshot = disk.snapshot(record)
+
+        def write() -> int:
+            labels = labelled.names()
+            policy.require_snapshot_slot(label, labels)
+            if isinstance(path, Path):
+                require_distinct(label, labels, "snapshot")
+            return snapshot.save_by(path, disk.codec)
+
+        return self._uploader.submit(write)
 
     def save_all(self) -> None:
         """Save all changes, after the saves in progress, and wait for it."""

@@ -1,8 +1,9 @@
 """The scheduler: what is admitted, decoded and prefilled next, and which session is evicted."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Limits:
     running: int = 256  # generations at a time, of all owners
     running_per_owner: int = 128
     sessions_per_owner: int = 1_000  # named sessions, other than those of responses
+    snapshots_per_owner: int = 1_000  # labelled ones
     responses_per_owner: int = 1_000  # stored ones; of more the server drops the oldest
     prompt_tokens: int = 250_000  # of one prompt
     pins_per_owner: int = 64  # prefixes that requests protect from eviction
@@ -67,7 +69,12 @@ class SchedulingPolicy:
             for record in records
         )
         if count >= self.limits.sessions_per_owner:
-            raise NoRoom(f"the limit of {count} sessions is reached: delete some", float("inf"))
+            raise NoRoom(f"the limit of {count} sessions is reached: delete some", math.inf)
+
+    def require_snapshot_slot(self, label: str, labels: Collection[str]) -> None:
+        """Raise NoRoom if an owner may not add a snapshot. labels: of the owner's snapshots."""
+        if label not in labels and len(labels) >= self.limits.snapshots_per_owner:
+            raise NoRoom(f"the limit of {len(labels)} snapshots is reached: delete some", math.inf)
 
     def require_fits_memory(self, requested_bytes: int) -> None:
         """Raise NoRoom if the bytes would not fit even with every other session evicted."""

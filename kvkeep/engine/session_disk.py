@@ -22,6 +22,7 @@ from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import LabelFolder, SessionFolder
+from kvkeep.storage.sessions.interface import require_distinct
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.header import rounded_by
 from kvkeep.storage.snapshots.snapshot import Snapshot, read_snapshot_document
@@ -115,12 +116,15 @@ class SessionDisk:
         """Return the file of a new session; None if the engine has no folder.
 
         Raises InvalidArgument for an invalid name, Locked, and StoreError if there is a file of
-        that name which could not be read.
+        that name which could not be read; InvalidArgument if its name differs only in case.
         """
         if self._folder is None:
             return None
         file = SessionFile(self._locked_folder(owner), name)
-        if file.path in self._unread and file.path.exists():
+        unread = {path for path in self._unread if path.parent == file.path.parent}
+        unread_names = {path.stem for path in unread if path.exists()}
+        require_distinct(name, unread_names)
+        if name in unread_names:
             raise StoreError(
                 f"session {name!r} cannot be created: {file.path} could not be read, and is "
                 "left unchanged. Move it to another folder to use the name"

@@ -568,6 +568,49 @@ def test_a_snapshot_continues_as_the_session_does_and_is_no_session(tmp_path: Pa
             engine.snapshot("a", "../../x").result()
 
 
+def test_names_and_labels_in_a_folder_differ_in_more_than_case(tmp_path: Path) -> None:
+    """Where the file system ignores case, both would be one file."""
+    with new_engine(tmp_path) as engine:
+        engine.create(name="Notes").result()
+        engine.create(name="notes", owner="b").result()
+        write(engine, "Notes", 1, text(0, 20))
+        engine.snapshot("Notes", "Then").result()
+        for refused in (
+            lambda: engine.create(name="notes"),
+            lambda: engine.fork("Notes", new_name="NOTES"),
+            lambda: engine.prepare(text(0, 20), "notes"),
+            lambda: engine.restore("Then", name="notes"),
+            lambda: engine.snapshot("Notes", "then"),
+        ):
+            with pytest.raises(InvalidArgument, match="only in upper and lower case"):
+                refused().result()
+        engine.snapshot("Notes", "Then").result()
+        assert engine.snapshots().names() == ["Then"]
+    (tmp_path / "0" / "Broken.kvkeep").write_bytes(b"no snapshot")
+    with new_engine(tmp_path) as engine:
+        for name in ("notes", "broken"):
+            with pytest.raises(InvalidArgument, match="only in upper and lower case"):
+                engine.create(name=name).result()
+    with new_engine() as engine:  # without files
+        assert {engine.create(name=name).result().name for name in ("a", "A")} == {"a", "A"}
+
+
+def test_an_owner_has_a_limit_of_labelled_snapshots(tmp_path: Path) -> None:
+    with new_engine(tmp_path, snapshots_per_owner=2) as engine:
+        for owner in ("0", "b"):
+            engine.create(name="a", owner=owner).result()
+            for label in ("one", "two", "one"):
+                engine.snapshot("a", label, owner).result()
+            with pytest.raises(
+                NoRoom, match="limit of 2 snapshots is reached: delete some"
+            ) as error:
+                engine.snapshot("a", "three", owner).result()
+            assert error.value.retry_after == float("inf")
+        engine.snapshots().remove("two")
+        engine.snapshot("a", "three").result()
+        assert engine.snapshots().names() == ["one", "three"]
+
+
 def test_a_prompt_over_the_limit_is_refused() -> None:
     with new_engine(prompt_tokens=100) as engine:
         with pytest.raises(InvalidArgument, match="at most 100 tokens"):

@@ -46,6 +46,30 @@ def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_new_name_differs_from_others_in_more_than_case(tmp_path: Path) -> None:
+    """Where the file system ignores case, both would be one file."""
+    legacy, folder = (
+        SessionFolder(tmp_path / "old"),
+        SessionFolder(tmp_path / "new", tmp_path / "old"),
+    )
+    for sessions, name in ((legacy, "Trip"), (folder, "Notes")):
+        with sessions.lock(name) as path:
+            path.touch()
+    for name, existing in (("notes", "Notes"), ("NOTES", "Notes"), ("trip", "Trip")):
+        with (
+            pytest.raises(InvalidArgument, match=f"'{name}' differs from '{existing}'"),
+            folder.lock(name),
+        ):
+            pass
+    (tmp_path / "new" / "notes.kvkeep").touch()  # by an earlier version
+    for name in ("Notes", "notes", "Trip"):
+        with folder.lock(name):
+            pass
+    assert {*(tmp_path / "new").glob("*.kvkeep")} == {
+        tmp_path / "new" / f"{name}.kvkeep" for name in ("Notes", "notes", "Trip")
+    }
+
+
 def test_a_session_is_locked_by_one_process_at_a_time(tmp_path: Path) -> None:
     one, other = SessionFolder(tmp_path), SessionFolder(tmp_path)
     with one.lock("a"):

@@ -18,6 +18,7 @@ from kvkeep.storage.sessions.interface import (
     SessionStore,
     checked_name,
     is_valid_name,
+    require_distinct,
 )
 
 _LOCK_SUFFIX = ".lock"
@@ -76,9 +77,17 @@ class SessionFolder(SessionStore[Path]):
         """Hold a session's lock for the block, and yield its file in this folder.
 
         Raises Locked at once if another process holds its lock or the folder's, StoreError for an
-        unusable folder.
+        unusable folder, InvalidArgument for a new name that differs from another only in case.
         """
         path = self.path(name)
+        require_distinct(name, self.names())
+        with self._locked(name):
+            self._move_from_legacy(name, path)
+            yield path
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold the lock of a name, new or not, for the block."""
         try:
             self._require_no_folder_lock()  # before a lock file is created
             self.root.mkdir(parents=True, exist_ok=True)
@@ -93,8 +102,7 @@ class SessionFolder(SessionStore[Path]):
             ) from error
         with lock:
             self._require_no_folder_lock()
-            self._move_from_legacy(name, path)
-            yield path
+            yield
 
     @contextmanager
     def lock_all(self) -> Iterator[None]:
@@ -139,7 +147,8 @@ class SessionFolder(SessionStore[Path]):
         for file in self._lock_files():
             name = file.name.removeprefix(".").removesuffix(_LOCK_SUFFIX)
             try:
-                with self.lock(name) as path:
+                path = self.path(name)
+                with self._locked(name):
                     if not path.exists():
                         file.unlink(missing_ok=True)
                         removed.append(file)

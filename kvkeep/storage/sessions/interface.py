@@ -1,7 +1,7 @@
 """The interface of session stores, and the rules for names that all of them share."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -25,6 +25,22 @@ def checked_name(name: str) -> str:
             f"with '.' or contain '..'; found {name!r:.120}"
         )
     return name
+
+
+def require_distinct(name: str, names: Iterable[str], kind: str = "session") -> None:
+    """Raise InvalidArgument if a name is not among the names, but one that differs in case only.
+
+    Some file systems, such as that of macOS, would store both in one file.
+    """
+    names, folded = set(names), name.casefold()
+    if name in names:
+        return
+    for other in names:
+        if other.casefold() == folded:
+            raise InvalidArgument(
+                f"{kind} {name!r} differs from {other!r}, which exists, only in upper and lower "
+                "case, so some file systems would store both in one file; use another name"
+            )
 
 
 class SnapshotStore(Protocol[PathT_co]):
