@@ -177,6 +177,46 @@ def test_a_release_without_docker_says_so(tools: None, monkeypatch: pytest.Monke
     assert image_left_out("1") == ["the Docker image (docker is not installed)"]
 
 
+@pytest.mark.parametrize(
+    ("health", "status", "fault"),
+    [
+        ("healthy", 0, None),
+        ("unhealthy", 0, "is unhealthy"),
+        ("starting", 0, "is starting"),
+        ("healthy", 137, "ended with status 137"),
+    ],
+)
+def test_a_release_starts_a_server_in_the_image_until_it_is_healthy(
+    tools: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    health: str,
+    status: int,
+    fault: str | None,
+) -> None:
+    """By a program `docker` that says what the real one would."""
+    from release import require_serving
+
+    answers = {"Health.Status": health, "Running": "false", "ExitCode": status}
+    cases = "".join(f"*.{field}}}}}*) echo {answer};; " for field, answer in answers.items())
+    program = tmp_path / "docker"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n'
+        f'case "$*" in run*) echo container;; {cases} esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if fault:
+        with pytest.raises(SystemExit, match=fault):
+            require_serving("kvkeep:1", tmp_path)
+    else:
+        require_serving("kvkeep:1", tmp_path)
+    assert len((tmp_path / "keys").read_text().strip()) == 64
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == f"run --detach --volume {tmp_path}/keys:/run/secrets/keys:ro kvkeep:1"
+    assert calls[-1] == "rm --force --volumes container"
+
+
 def test_a_wheel_decodes_with_kernels_whatever_faster_ones_need(tools: None) -> None:
     from wheels import decodes_with_kernels
 

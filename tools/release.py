@@ -3,18 +3,21 @@
 Builds and checks the wheel and the sdist (tools/wheels.py, twine), builds them again to compare
 their bytes, and writes an SBOM, and the documentation in site/<version>. Then, outside of the
 clone, runs `make run` in the unpacked sdist, and every snippet of README.md with the installed
-wheel. Builds the Docker image where a daemon answers. The last lines say what was left out.
+wheel. Where docker's daemon answers, builds the image, and starts a server in it. The last lines
+say what was left out.
 """
 
 import argparse
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import venv
 from collections.abc import Set
@@ -144,7 +147,7 @@ def write_sbom(wheel: Path, file: Path, folder: Path) -> Path:
 
 
 def image_left_out(version: str) -> list[str]:
-    """Build and start the Docker image; return why not, as no or one line."""
+    """Build the Docker image and start a server in it; return why not, as no or one line."""
     if shutil.which("docker") is None:
         return ["the Docker image (docker is not installed)"]
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
@@ -153,7 +156,34 @@ def image_left_out(version: str) -> list[str]:
     run("docker", "build", "--tag", image, ROOT)
     if version not in run("docker", "run", "--rm", image, "--version"):
         sys.exit(f"the image does not have version {version}")
+    with tempfile.TemporaryDirectory(prefix="kvkeep-image-") as folder:
+        require_serving(image, Path(folder))
     return []
+
+
+def require_serving(image: str, folder: Path) -> None:
+    """Exit with an error unless a container gets healthy, and stops before docker kills it."""
+    keys = folder / "keys"
+    keys.write_text(f"{secrets.token_hex(32)}\n", encoding="utf-8")
+    keys.chmod(0o644)  # for the container's user
+    mount = f"{keys}:/run/secrets/keys:ro"
+    container = run("docker", "run", "--detach", "--volume", mount, image).strip()
+
+    def state(field: str) -> str:
+        words = ["docker", "inspect", "--format", f"{{{{.State.{field}}}}}", container]
+        return subprocess.check_output(words, text=True).strip()
+
+    try:
+        while (health := state("Health.Status")) == "starting" and state("Running") == "true":
+            time.sleep(2)  # while it fetches the model; docker ends this period
+        if health != "healthy":
+            print(run("docker", "logs", container))
+            sys.exit(f"the server in {image} is {health}")
+        run("docker", "stop", container)
+        if (status := state("ExitCode")) != "0":
+            sys.exit(f"the server in {image} ended with status {status}")
+    finally:
+        run("docker", "rm", "--force", "--volumes", container)
 
 
 def wheels_left_out(wheel: Path) -> list[str]:
