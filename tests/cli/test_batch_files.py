@@ -174,3 +174,20 @@ def test_results_of_earlier_versions_are_resumed(
     written(answered, lines[:1])
     assert invoke("batch", source, "-o", answered, *tiny, "-n", 2).exit_code == 0
     assert sorted(entry["id"] for entry in results(answered)) == ["1", "2"]
+
+
+def test_resuming_never_overwrites_answers_in_place(
+    invoke: Invoke, tiny: list[str], source: Path, answered: Path
+) -> None:
+    """A process that is killed while it drops failed lines leaves the earlier file whole."""
+    first, second = answered.read_bytes().splitlines(keepends=True)
+    failed = json.dumps({**json.loads(first), "error": {"code": "ContextFull"}}) + "\n"
+    answered.write_bytes(failed.encode() + second + b'{"half": "a li')
+    before, same_file = answered.read_bytes(), answered.with_name("same file")
+    same_file.hardlink_to(answered)
+    link = answered.with_name("link")
+    link.symlink_to(answered)
+    assert invoke("batch", source, "-o", link, *tiny, "-n", 2).exit_code == 0
+    assert same_file.read_bytes() == before
+    assert answered.read_bytes() == second + first
+    assert link.is_symlink()

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from kvkeep.cli.batch.requests import BatchRequest
 from kvkeep.cli.options import STDIN
 from kvkeep.errors import InvalidArgument, Locked
+from kvkeep.storage.files.atomic import write_atomic
 
 _DIGEST = re.compile("[0-9a-f]{24}")
 _LINE_START = b'{"'  # of a line that a killed batch left incomplete
@@ -73,24 +74,32 @@ def open_results(
         raise InvalidArgument(
             f"-o {path} is not a regular file, from which a batch could resume: name one"
         )
+    if not discard_earlier:
+        with _locked_file(path) as file:
+            content = file.read()
+            lines = _result_lines(content, path)
+            _require_same_batch(lines, path, {each.digest for each in requests}, options_digest)
+            answers = b"".join(line.content + b"\n" for line in lines if not line.has_failed)
+            if content != answers:
+                write_atomic(path, answers)  # another file, which is locked below
+    with _locked_file(path) as file:
+        lines = _result_lines(file.read(), path)
+        answered = {line.digest for line in lines if not (line.has_failed or discard_earlier)}
+        yield BatchResults(file, answered, options_digest, discard_earlier)
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[BinaryIO]:
+    """Open and lock a file, which is created if it is missing. Raises Locked."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except OSError:
-            raise Locked(f"another process is writing to {path}") from None
-        lines = _result_lines(file.read(), path)
-        if discard_earlier:
-            yield BatchResults(file, set(), options_digest, discards_earlier=True)
-            return
-        _require_same_batch(lines, path, {request.digest for request in requests}, options_digest)
-        answers = [line for line in lines if not line.has_failed]
-        content = b"".join(line.content + b"\n" for line in answers)
-        file.seek(0)
-        if file.read() != content:
-            file.seek(0)
-            file.write(content)
-            file.truncate()
-        yield BatchResults(file, {line.digest for line in answers}, options_digest)
+            is_current = False
+        if not is_current:  # another process holds it, or has replaced it
+            raise Locked(f"another process is writing to {path}")
+        yield file
 
 
 @dataclass(frozen=True)
