@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 STDIN = "-"
+_FILE_PARAMETERS = ("file", "model")  # texts that name a file, or something else
 _BYTES_PER_UNIT = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -259,9 +261,26 @@ class OutputOptions:
         return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
-        """Raise InvalidArgument if the report file cannot be written."""
+        """Raise InvalidArgument if the report cannot be written, or would replace another file."""
         if self.report is not None:
             check_writable(self.report)
+            _require_own_file("report", self.report)
+
+
+def _require_own_file(name: str, file: Path) -> None:
+    """Raise InvalidArgument if another parameter of the running command names the same file."""
+    if file.exists() and not file.is_file():
+        return  # a pipe or device, such as /dev/stderr
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        is_path = isinstance(value, Path) or parameter.name in _FILE_PARAMETERS
+        if not value or not is_path or parameter.name == name:
+            continue
+        if os.path.realpath(os.path.expanduser(value)) == os.path.realpath(file):
+            is_argument = isinstance(parameter, click.Argument)
+            other = parameter.human_readable_name if is_argument else parameter.opts[-1]
+            raise InvalidArgument(f"--{name} {file} is also {other}: name another file")
 
 
 OUTPUT_OPTIONS = option_group(OutputOptions, section="Output")
