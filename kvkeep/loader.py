@@ -13,6 +13,7 @@ from kvkeep.compiled.products import products_reason
 from kvkeep.errors import InvalidArgument, ModelError
 from kvkeep.executors import new_decoder, slow_path_message, warn_of_slow_path
 from kvkeep.model import DTYPES, Model, resolve_device
+from kvkeep.models.hub.names import split_prefix
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.cells import group_layout
@@ -36,8 +37,6 @@ from kvkeep.types import DtypeName, WeightFormat
 
 if TYPE_CHECKING:
     from kvkeep.integrations.transformers import TransformersModel
-
-TRANSFORMERS_PREFIX = "transformers:"  # prefix of a model that transformers computes
 
 
 def load_model(
@@ -68,13 +67,14 @@ def load_model(
     dtype, a device that is not there, or packed weights without compiled kernels for them.
     """
     name = str(validation.path("model", model))
-    if name.startswith(TRANSFORMERS_PREFIX):
+    prefix, source = split_prefix(name)
+    if prefix:
         if weights is not None:
             raise InvalidArgument(
                 f"weights={weights!r} needs kvkeep's own executors, and {name} runs through "
                 "transformers: leave weights out"
             )
-        return _load_by_transformers(name, dtype, device, progress)
+        return _load_by_transformers(name, source, dtype, device, progress)
     dtype = validation.one_of("dtype", dtype, DTYPES)
     limit_torch_threads()
     torch_device, progress = resolve_device(device), validation.flag("progress", progress)
@@ -91,16 +91,16 @@ def load_model(
 
 
 def _load_by_transformers(
-    name: str, dtype: DtypeName, device: str, progress: bool
+    name: str, source: str, dtype: DtypeName, device: str, progress: bool
 ) -> "TransformersModel":
-    """Load "transformers:FOLDER". Raises ModelError if transformers is not installed."""
+    """Load "transformers:FOLDER". source: the folder. Raises ModelError without transformers."""
     try:
         from kvkeep.integrations.transformers.model import load_pretrained
     except ImportError as error:
         raise ModelError(
             f'{name} runs through transformers: pip install "kvkeep[transformers]" ({error})'
         ) from error
-    return load_pretrained(name, name.removeprefix(TRANSFORMERS_PREFIX), dtype, device, progress)
+    return load_pretrained(name, source, dtype, device, progress)
 
 
 def _load_decoder(

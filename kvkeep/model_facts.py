@@ -13,8 +13,8 @@ from kvkeep.compiled.decoder import unsupported_reason
 from kvkeep.compiled.products import products_reason, prompt_products
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import compute_path_of
-from kvkeep.loader import TRANSFORMERS_PREFIX
 from kvkeep.model import DTYPES
+from kvkeep.models.hub.names import split_prefix
 from kvkeep.models.hub.source import local_folder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
@@ -155,7 +155,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
 
 def _find_folder(name: str) -> Path:
     """Return the folder of a model on this machine. Raises ModelNotFound, InvalidArgument."""
-    if name.startswith(TRANSFORMERS_PREFIX):
+    if split_prefix(name)[0]:
         raise InvalidArgument(
             f"{name} runs through transformers: its facts are known only after it is loaded, not "
             "from its files"

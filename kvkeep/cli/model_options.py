@@ -1,8 +1,8 @@
 """Options for the model, its dtype, weights and device; loading of the model that they name."""
 
+import os
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -12,7 +12,7 @@ from kvkeep.cli.options import choice_option, integer_option, option, require_ut
 from kvkeep.cli.output import say, spinner
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.library import pulled_models
-from kvkeep.models.hub.names import named_models
+from kvkeep.models.hub.names import named_models, split_prefix
 from kvkeep.models.hub.source import DEFAULT_MODEL, KNOWN_MODELS, local_folder
 from kvkeep.types import DtypeName, WeightFormat
 
@@ -75,7 +75,7 @@ def load_by_name(
     require_utf8(name, "the model's name")  # the name is written to reports and sessions
     name = absolute_name(name)
     # A download has progress bars of its own, which a spinner would disturb.
-    is_downloaded = local_folder(name.removeprefix("transformers:")) is not None
+    is_downloaded = local_folder(name) is not None
     with spinner(f"loading {name}", progress and is_downloaded), warnings.catch_warnings():
         from kvkeep import load_model
         from kvkeep.errors import SlowPathWarning
@@ -93,10 +93,11 @@ def absolute_name(name: str) -> str:
 
     Sessions store it, and may be continued from another working directory.
     """
-    is_known_name = name.lower() in KNOWN_MODELS or name in named_models()
-    if is_known_name or not Path(name).expanduser().exists():
+    prefix, source = split_prefix(name)
+    path = os.path.expanduser(source)  # as it is for "~nobody/model"
+    if source.lower() in KNOWN_MODELS or source in named_models() or not os.path.exists(path):
         return name
-    return str(Path(name).expanduser().absolute())
+    return f"{prefix}{os.path.abspath(path)}"
 
 
 @cache  # a second call with the same text does nothing

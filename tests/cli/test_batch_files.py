@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,20 @@ def test_a_folder_may_hold_the_files_of_the_batch(
 
 
 @pytest.mark.parametrize(
-    "changed", [("-m", "nowhere"), ("--temperature", 0.5), ("-n", 3), ("--seed", 1)]
+    "changed",
+    [
+        ("-m", "nowhere"),
+        ("--temperature", 0.5),
+        ("-n", 3),
+        ("--seed", 1),
+        ("--kv-bits", 4),
+        ("--dtype", "bfloat16"),
+        ("--weights", "int8"),
+        ("--policy", "full"),
+        ("--max-kv-size", 64),
+        ("--keep", 8),
+    ],
+    ids=lambda changed: changed[0],
 )
 def test_answers_by_other_options_are_not_taken_for_these(
     invoke: Invoke, tiny: list[str], source: Path, answered: Path, changed: tuple[object, ...]
@@ -152,6 +166,21 @@ def test_answers_by_other_options_are_not_taken_for_these(
     assert "answers by another model" in refused.stderr
     assert "--again" in refused.stderr
     assert answered.read_bytes() == before
+
+
+def test_answers_by_other_files_of_the_model_are_not_taken_for_these(
+    invoke: Invoke, tiny_folder: Path, source: Path, tmp_path: Path
+) -> None:
+    """A complete batch is not touched, either: its answers are not those of the new file."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_folder, model)
+    command = ("batch", source, "-o", out, "-m", model, "--dtype", "float32", "-n", 1)
+    assert invoke(*command).exit_code == 0
+    assert "2 of 2 answers" in invoke(*command).stderr
+    os.utime(model / "model.safetensors", (1, 1))
+    refused = invoke(*command)
+    assert refused.exit_code == 2
+    assert "answers by another model" in refused.stderr
 
 
 def test_a_complete_batch_needs_no_model(

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +11,17 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.batch.requests import read_folder, read_jsonl
 from kvkeep.cli.batch.results import open_results
-from kvkeep.cli.memory import SessionOptions, keep_option, session_options, uses_prefix_cache
+from kvkeep.cli.memory import (
+    EVICTING_POLICIES,
+    SessionOptions,
+    keep_option,
+    session_options,
+    uses_prefix_cache,
+)
+from kvkeep.cli.model_options import absolute_name
 from kvkeep.cli.output import format_size, plural
 from kvkeep.errors import InvalidArgument
+from kvkeep.models.hub.source import files_digest
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -81,7 +88,7 @@ def batch(
         requests = read_folder(folder, question, system, leave_out=own_files)
     from kvkeep.cli.batch.run import BatchReport, run_batch, say_warnings
 
-    with open_results(out, requests, _options_digest(settings, max_tokens), again) as results:
+    with open_results(out, requests, _digests(settings, max_tokens), again) as results:
         remaining = [r for r in requests if r.digest not in results.answered_digests]
         report = BatchReport(len(requests), before=len(requests) - len(remaining))
         if remaining:
@@ -100,12 +107,23 @@ def batch(
             raise InvalidArgument(f"{plural(report.failed, 'request')} failed; see above")
 
 
-def _options_digest(settings: SessionOptions, max_tokens: int) -> str:
-    """Return a hash of the model's name and of the options by which answers are sampled."""
-    model = settings.memory.model
-    name = os.path.abspath(model) if os.path.exists(model) else model
-    options = [name, asdict(settings.sampling), max_tokens]
-    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:24]
+def _digests(settings: SessionOptions, max_tokens: int) -> dict[str, str]:
+    """Return digests of the options that answers depend on, and of the model's own files."""
+    memory = asdict(settings.memory)
+    ignored = ["model", "device", "checkpoint_bytes"]
+    if settings.memory.policy not in EVICTING_POLICIES:
+        ignored.append("max_kv_size")  # a request that did not fit is tried again with more
+    if settings.memory.kv_bits is None and settings.memory.far_bits is None:
+        ignored.append("prefill_step")
+    for name in ignored:
+        del memory[name]
+    name = absolute_name(settings.memory.model)
+    options_json = json.dumps(
+        [name, asdict(settings.sampling), max_tokens, memory], sort_keys=True, default=str
+    )
+    digest = hashlib.sha256(options_json.encode(errors="surrogateescape")).hexdigest()[:24]
+    model_files = files_digest(name)
+    return {"options": digest} | ({} if model_files is None else {"model_files": model_files})
 
 
 def _open_engine(

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,21 +22,21 @@ _LINE_START = b'{"'  # of a line that a killed batch left incomplete
 class BatchResults:
     """The open results file of a batch.
 
-    answered_digests: of the requests that an earlier run answered. options_digest: of the options
-    that the answers depend on, stored in each line. discards_earlier: whether the first line
-    replaces those in the file.
+    answered_digests: of the requests that an earlier run answered. settings: digests of what the
+    answers depend on, stored in each line. discards_earlier: whether the first line replaces those
+    in the file.
     """
 
     def __init__(
         self,
         file: BinaryIO,
         answered_digests: set[str],
-        options_digest: str,
+        settings: Mapping[str, str],
         discards_earlier: bool = False,
     ):
         self.answered_digests = answered_digests
         self.new_answers = 0  # number of answers that this run added, without failed ones
-        self._file, self._options_digest = file, options_digest
+        self._file, self._settings = file, settings
         self._discards_earlier = self._starts_over = discards_earlier
 
     @property
@@ -51,7 +51,7 @@ class BatchResults:
             self._file.seek(0)
             self._file.truncate()
             self._discards_earlier = False
-        text = json.dumps({**line, "options": self._options_digest}, ensure_ascii=False)
+        text = json.dumps({**line, **self._settings}, ensure_ascii=False)
         # A lone surrogate, as in the name of a file that is not UTF-8, gets JSON's own escape.
         self._file.write(text.encode(errors="backslashreplace") + b"\n")
         self._file.flush()
@@ -61,14 +61,17 @@ class BatchResults:
 
 @contextmanager
 def open_results(
-    path: Path, requests: Sequence[BatchRequest], options_digest: str, discard_earlier: bool
+    path: Path,
+    requests: Sequence[BatchRequest],
+    settings: Mapping[str, str],
+    discard_earlier: bool,
 ) -> Iterator[BatchResults]:
     """Open and lock the results file.
 
     Failed requests and an incomplete last line are removed, so that they are tried again.
-    options_digest: as of `BatchResults`. discard_earlier: discard the answers of an earlier run,
+    settings: as of `BatchResults`. discard_earlier: discard the answers of an earlier run,
     once there is a new one. Raises InvalidArgument if the file is no results file, or has answers
-    to other requests or by other options, Locked if another process writes it.
+    to other requests or by other settings, Locked if another process writes it.
     """
     if str(path) == STDIN or (path.exists() and not path.is_file()):
         raise InvalidArgument(
@@ -78,14 +81,14 @@ def open_results(
         with _locked_file(path) as file:
             content = file.read()
             lines = _result_lines(content, path)
-            _require_same_batch(lines, path, {each.digest for each in requests}, options_digest)
+            _require_same_batch(lines, path, {each.digest for each in requests}, settings)
             answers = b"".join(line.content + b"\n" for line in lines if not line.has_failed)
             if content != answers:
                 write_atomic(path, answers)  # another file, which is locked below
     with _locked_file(path) as file:
         lines = _result_lines(file.read(), path)
         answered = {line.digest for line in lines if not (line.has_failed or discard_earlier)}
-        yield BatchResults(file, answered, options_digest, discard_earlier)
+        yield BatchResults(file, answered, settings, discard_earlier)
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def _locked_file(path: Path) -> Iterator[BinaryIO]:
 class _ResultLine:
     content: bytes
     digest: str  # of the request
-    options_digest: str | None  # None in files of earlier versions
+    entry: Mapping[str, Any]
     has_failed: bool
 
 
@@ -135,20 +138,27 @@ def _parse_line(line: bytes) -> _ResultLine | None:
         digest = entry["request"]
         if not _DIGEST.fullmatch(digest):
             return None
-        return _ResultLine(line, digest, entry.get("options"), bool(entry.get("error")))
+        return _ResultLine(line, digest, entry, bool(entry.get("error")))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def _require_same_batch(
-    lines: Sequence[_ResultLine], path: Path, digests: set[str], options_digest: str
+    lines: Sequence[_ResultLine], path: Path, digests: set[str], settings: Mapping[str, str]
 ) -> None:
-    """Raise InvalidArgument for answers to other requests, or by other options."""
+    """Raise InvalidArgument for answers to other requests, or by other settings.
+
+    A line without one of the settings, as earlier versions wrote it, may have any.
+    """
     hint = "use another file, or start over with --again"
     if any(line.digest not in digests for line in lines):
         raise InvalidArgument(f"{path} has answers to other requests: {hint}")
-    if any(line.options_digest not in (None, options_digest) for line in lines):
+    if any(
+        line.entry.get(name, digest) != digest
+        for line in lines
+        for name, digest in settings.items()
+    ):
         raise InvalidArgument(
-            f"{path} has answers by another model, or with other sampling options or another -n: "
-            f"give the same options, {hint}"
+            f"{path} has answers by another model, other options or an earlier version: give the "
+            f"same options, {hint}"
         )

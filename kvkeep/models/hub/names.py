@@ -8,7 +8,14 @@ from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.header import check_header, part_paths
 from kvkeep.models.hub.library import LocalModel, home
 
+TRANSFORMERS_PREFIX = "transformers:"  # prefix of a model that transformers computes
 _VALID_NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def split_prefix(name: str) -> tuple[str, str]:
+    """Return the prefix "transformers:" of a model's name, or "", and the name without it."""
+    prefix = TRANSFORMERS_PREFIX if name.startswith(TRANSFORMERS_PREFIX) else ""
+    return prefix, name.removeprefix(prefix)
 
 
 def name_path(name: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvkeep.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
 from kvkeep.models.gguf.header import part_paths
 from kvkeep.models.hub.library import find_model, home, mark_used, model_path, store_model
-from kvkeep.models.hub.names import name_path, named_models, require_config
+from kvkeep.models.hub.names import name_path, named_models, require_config, split_prefix
 from kvkeep.models.hub.repository import (
     check_sha256,
     default_quantisation,
@@ -88,12 +88,29 @@ def resolve(
 
 
 def local_folder(model: str) -> Path | None:
-    """Return a model's folder; None if it is not fetched or converted yet. Raises BadModelFile."""
-    origin = _find_origin(model)
+    """Return a model's folder, also for "transformers:FOLDER".
+
+    None if it is not fetched or converted yet. Raises ModelNotFound, BadModelFile.
+    """
+    origin = _find_origin(split_prefix(model)[1])
     if not isinstance(origin, _Origin):
         return origin
     stored_model = find_model(origin.slug)
     return stored_model.path if stored_model else None
+
+
+def files_digest(model: str) -> str | None:
+    """Return a digest of the paths, sizes and modification times of the user's own model files.
+
+    None for models that kvkeep fetches, and if the files are not there.
+    """
+    try:
+        origin = _find_origin(split_prefix(model)[1])
+    except ModelError:
+        return None
+    if isinstance(origin, Path):
+        return _digest_of_files(sorted(filter(Path.is_file, origin.iterdir())))
+    return origin.slug if origin and Path(origin.source).is_absolute() else None
 
 
 @dataclass(frozen=True)
@@ -237,7 +254,10 @@ def _convert(gguf: Path, folder: Path, progress: bool) -> None:
 
 def _gguf_slug(parts: Sequence[Path]) -> str:
     """Return a name with a digest of the paths, sizes and modification times of a model's files."""
-    file_stats = [(part, part.stat()) for part in parts]
-    identity = "\n".join(f"{part}\n{stat.st_size}\n{stat.st_mtime_ns}" for part, stat in file_stats)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{_digest_of_files(parts)}"
+
+
+def _digest_of_files(files: Sequence[Path]) -> str:
+    file_stats = [(file, file.stat()) for file in files]
+    identity = "\n".join(f"{file}\n{stat.st_size}\n{stat.st_mtime_ns}" for file, stat in file_stats)
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
