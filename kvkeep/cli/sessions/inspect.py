@@ -147,6 +147,7 @@ def _open_text_codec(
     file: ReadablePath, snapshot: "Snapshot", model_name: str | None
 ) -> "TextCodec":
     """Open the tokenizer of the model that a snapshot names, or of `--model`."""
+    from kvkeep.models.hub.names import split_prefix
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.storage.snapshots.fingerprint import matches_tokenizer
@@ -154,7 +155,9 @@ def _open_text_codec(
     if model_name is None:
         require_local(snapshot.model, file)
     name = model_name or snapshot.model
-    text_codec = TextCodec.open(resolve(name, progress=True))
+    prefix, source = split_prefix(name)
+    folder = resolve(source, progress=True, any_architecture=bool(prefix))
+    text_codec = TextCodec.open(folder)
     if not matches_tokenizer(snapshot.fingerprint, text_codec.tokenizer):
         raise FingerprintMismatch(
             f"the text of {file} cannot be shown: the tokenizer of {name} has changed since it was "
