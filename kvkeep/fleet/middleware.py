@@ -257,9 +257,10 @@ def _stored_entry(path: SessionPath) -> dict[str, Any] | None:
     """Return a session's fields for a response, as last committed; None if gone or damaged."""
     try:
         document = read_snapshot_document(path)
-        notes = document["notes"]
+        fields = document.get("notes", {}).get(ENGINE_NOTES_KEY, {})
         record = SessionRecord(path.stem, "", named=True, file=None, session=None)
-        record.restore_from({ENGINE_NOTES_KEY: notes[ENGINE_NOTES_KEY]})
+        # Sessions of the command line have none of an engine's fields.
+        record.restore_from({ENGINE_NOTES_KEY: {"created": document["created"], **fields}})
         record.file_rounded = rounded_by(document)
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):

@@ -377,3 +377,19 @@ def test_snapshots_are_shared_by_all_servers(a: httpx.Client, b: httpx.Client) -
     missing = b.post("/v1/snapshots/then/restore", json={"name": "never"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "snapshot_not_found")
     assert ok(b.get("/v1/snapshots"))["data"] == []
+
+
+def test_sessions_of_the_command_line_are_listed_with_those_of_servers(
+    a: httpx.Client, b: httpx.Client, objects: ObjectStore, smollm2: Model
+) -> None:
+    """A snapshot of the command line has none of an engine's notes."""
+    session = smollm2.session(max_kv_size=512)
+    session.feed(smollm2.text.encode(STORY))
+    snapshot = session.snapshot()
+    with SharedSessions(objects).lock("cli") as path:
+        snapshot.save(path)
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    entries = {entry["name"]: entry for entry in ok(b.get("/v1/sessions"))["data"]}
+    assert set(entries) == {"cli", "s"}
+    assert entries["cli"]["created"] == int(snapshot.created)
+    assert generate(b, "cli")["tokens"]
