@@ -120,15 +120,20 @@ def restore(
 
 
 def checked_notes(file: ReadablePath, snapshot: "Snapshot") -> dict[str, Any]:
-    """Return a snapshot's notes. Raises CorruptFile unless the command line wrote them."""
+    """Return a snapshot's notes. Raises CorruptFile unless kvkeep wrote them."""
+    from kvkeep.engine.session_files import ENGINE_NOTES_KEY
+
     notes = snapshot.notes
+    engine_fields = notes.get(ENGINE_NOTES_KEY, {})
     chat_note, unread = notes.get(CHAT_NOTES_KEY, {"system": None}), notes.get(UNREAD_KEY, [])
     is_valid = isinstance(chat_note, dict) and isinstance(chat_note.get("system", ""), str | None)
     is_valid = is_valid and isinstance(unread, list) and all(type(token) is int for token in unread)
+    is_valid = is_valid and isinstance(engine_fields, dict)
+    is_valid = is_valid and type(engine_fields.get("revision", 0)) is int
     if not is_valid or type(notes.get(FIRST_PROMPT_KEY, 0)) is not int:
         raise CorruptFile(
-            f"{file} is corrupt: its checksums match, but its notes were not written by kvkeep's "
-            "command line. Restore it from a copy, or start a new session"
+            f"{file} is corrupt: its checksums match, but its notes were not written by kvkeep. "
+            "Restore it from a copy, or start a new session"
         )
     return notes
 
@@ -220,8 +225,11 @@ class SessionWriter:
 
     def write(self) -> None:
         """Write the file. A first Ctrl-C waits; a second one leaves the old file in place."""
+        from kvkeep.engine.session_files import notes_after_change
+
         start = time.perf_counter()
         with interrupts_deferred(only_first=True):
+            self.notes.update(notes_after_change(self.notes))
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             file = self._file.resolve() if isinstance(self._file, Path) else self._file
             self.saved_bytes = snapshot.save_by(file, self.codec)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvkeep.cache.checkpoint import MAX_ANSWER_ENDS, max_checkpoint_count
 from kvkeep.cache.segment import MIN_GROWTH
-from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile, notes_of_copy
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid
 from kvkeep.engine.usage import LastAnswer
 from kvkeep.errors import Busy, InvalidArgument, WrongRevision
@@ -189,7 +189,7 @@ class SessionRecord:
 
     def _restore_notes(self, notes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keep the creator's values of a snapshot's notes; return the engine's fields."""
-        self.notes = {key: value for key, value in notes.items() if key != ENGINE_NOTES_KEY}
+        self.notes = notes_of_copy(notes)
         fields: Mapping[str, Any] = notes.get(ENGINE_NOTES_KEY, {})
         return fields
 

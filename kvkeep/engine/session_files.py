@@ -6,7 +6,9 @@ that starts after another was killed finds the marker, and reports what was not 
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.sessions.folder import SessionFolder
@@ -15,8 +17,26 @@ from kvkeep.storage.sessions.interface import LabelStore, is_valid_name
 ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 WRITTEN_NOTES_KEY = "answers"  # of these fields: the notes of `WrittenAnswers`
 MARKER_SUFFIX = ".unsaved"
+_OWN_FIELDS = ("name", "used", "created", "parent", "pinned", "title", "changed")  # not of the text
 _OWNER_PATTERN = re.compile(r"[a-z0-9]{1,64}")
 LabelledSnapshots = LabelStore[Path | ObjectPath]  # one owner's snapshots by label
+
+
+def notes_after_change(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a snapshot's notes for a session that was changed outside an engine.
+
+    The revision grows, and what the engine noted about the text is left out.
+    """
+    if ENGINE_NOTES_KEY not in notes:
+        return dict(notes)
+    fields = notes[ENGINE_NOTES_KEY]
+    own_fields = {name: fields[name] for name in _OWN_FIELDS if name in fields}
+    return {**notes, ENGINE_NOTES_KEY: {**own_fields, "revision": fields.get("revision", 0) + 1}}
+
+
+def notes_of_copy(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a snapshot's notes for another session: without the engine's, as of a new one."""
+    return {key: note for key, note in notes.items() if key != ENGINE_NOTES_KEY}
 
 
 class SessionFile:

@@ -360,6 +360,6 @@ def test_invalid_notes_are_a_one_line_error(invoke, file, tiny, notes) -> None:
     for command in commands:
         result = invoke(*command, input="Hi\n")
         assert result.exit_code != 0
-        assert "its notes were not written by kvkeep's command line" in result.stderr
+        assert "its notes were not written by kvkeep" in result.stderr
         assert len(result.stderr.splitlines()) == 1
     assert "s" in invoke("sessions", "list").stdout

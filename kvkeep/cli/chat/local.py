@@ -142,9 +142,11 @@ class LocalChat(ChatLoop):
 
     def _save_others(self, chat_writer: SessionWriter) -> None:
         """Save each changed branch but the current one. Raises StoreError."""
+        from kvkeep.engine.session_files import notes_of_copy
+
         for branch in self.branches.other_names:
             conversation = self.branches.conversations[branch]
-            notes = {**chat_writer.notes, CHAT_NOTES_KEY: conversation.notes}
+            notes = {**notes_of_copy(chat_writer.notes), CHAT_NOTES_KEY: conversation.notes}
             if saved := self._saved_branches.get(branch):
                 saved.writer.switch_to(conversation.session, notes)
                 saved.writer.save()

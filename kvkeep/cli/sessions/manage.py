@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -23,6 +23,7 @@ from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
+    from kvkeep import Snapshot
     from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
@@ -56,20 +57,24 @@ def fork(
         if at is not None and at > total:
             raise InvalidArgument(f"--at must be 0 to {total}, the length of {source}; found {at}")
         if at is None or at == total:
-            _copy(file, target_file)
+            _copy_session(file, target_file, snapshot)
         else:
             notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
             load = partial(load_by_name, dtype=dtype, device="cpu", weights=None, progress=False)
             _, session = restore(file, source, snapshot, model, calibration, load)
             session.rewind(total - at)
-            replace(session.snapshot(), notes=_notes_at(notes, at)).save(target_file)
+            copy = replace(session.snapshot(), notes=_notes_at(notes, at))
+            copy.save_by(target_file, cast("Codec", snapshot.codec))
         tokens = plural(total if at is None else at, "token")
         click.echo(f"{target} has the first {tokens} of {source}, {_size_text(target_file)}")
 
 
 def _notes_at(notes: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return the notes as they were after `num_tokens` tokens."""
-    remaining_notes = {name: note for name, note in notes.items() if name != UNREAD_KEY}
+    """Return the notes of a copy, as they were after `num_tokens` tokens."""
+    from kvkeep.engine.session_files import notes_of_copy
+
+    remaining_notes = notes_of_copy(notes)
+    remaining_notes.pop(UNREAD_KEY, None)
     if remaining_notes.get(FIRST_PROMPT_KEY, 0) > num_tokens:
         del remaining_notes[FIRST_PROMPT_KEY]
     return remaining_notes
@@ -115,9 +120,21 @@ def import_(
             _require_unused(target_file, name)
         from kvkeep import Snapshot
 
-        tokens = plural(len(Snapshot.load(file).tokens), "token")
-        _copy(file, target_file)
+        snapshot = Snapshot.load(file)
+        _copy_session(file, target_file, snapshot)
+        tokens = plural(len(snapshot.tokens), "token")
         click.echo(f"{name} has {tokens}, {_size_text(target_file)}")
+
+
+def _copy_session(source: ReadablePath, target: "Path | SessionPath", snapshot: "Snapshot") -> None:
+    """Copy a session's file, without the name and revision that an engine noted in it."""
+    from kvkeep.engine.session_files import ENGINE_NOTES_KEY, notes_of_copy
+
+    if ENGINE_NOTES_KEY in snapshot.notes:
+        copy = replace(snapshot, notes=notes_of_copy(snapshot.notes))
+        copy.save_by(target, cast("Codec", snapshot.codec))
+    else:
+        _copy(source, target)
 
 
 def _copy(source: ReadablePath, target: "Path | SessionPath") -> None:
@@ -161,7 +178,7 @@ def rm(names: tuple[str, ...], store: str | None = STORE_OPTION) -> None:
     sessions = open_session_store(store)
     for name in names:
         sessions.existing_path(name)  # an unknown name raises before any is removed
-    for name in names:
+    for name in dict.fromkeys(names):
         click.echo(f"removed {name}, {format_mb(sessions.remove(name))}")
 
 
