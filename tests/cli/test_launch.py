@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -167,11 +168,11 @@ def test_a_server_is_started_for_the_client_and_stopped_after_it(
 
 @pytest.mark.extended
 def test_a_server_that_cannot_start_says_why(invoke: Invoke, tiny_folder: Path, seen: Path) -> None:
-    options = ("-m", tiny_folder, "--server", "http://127.0.0.1:9", "--serve", "--memory nothing")
+    options = ("-m", tiny_folder, "--server", "http://127.0.0.1:9", "--serve", "--memory 1KB")
     result = invoke("launch", "codex", *options)
     assert result.exit_code == 2
     assert "kvkeep serve did not start" in result.stderr
-    assert "expected a size" in result.stderr
+    assert "and --memory is" in result.stderr
     assert not seen.exists()
 
 
@@ -298,3 +299,96 @@ def test_a_server_is_started_beside_another_one(
         )
         assert "--store FOLDER" in refused.stderr
     assert json.loads(seen.read_text())["environment"]["ANTHROPIC_AUTH_TOKEN"] == KEY
+
+
+@pytest.mark.parametrize("options", [(), ("--print",)])
+@pytest.mark.parametrize(
+    ("serve", "said"),
+    [
+        ("--nonsense -q", "--nonsense"),
+        ("--memory nothing", "expected a size"),
+        ("a-model", "unexpected argument"),
+        ("--api-key-file nowhere", "nowhere"),
+    ],
+)
+def test_options_that_the_server_does_not_have_are_refused(
+    invoke: Invoke, serve: str, said: str, options: tuple[str, ...]
+) -> None:
+    result = invoke("launch", "codex", "--server", NONE, "--serve", serve, *options)
+    assert result.exit_code == 2
+    assert "--serve: " in result.stderr
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_printed_script_has_the_address_the_key_and_the_name_of_its_server(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """As the options of the server give them; a server on all addresses is reached on this one."""
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    serve = f"--port 9000 --host :: --alias own --api-key-file {keys} --max-kv-size 20000"
+    options = ("--server", NONE, "--api-key", KEY, "--serve", serve)
+    script = invoke("launch", "claude", *options, "--print").stdout
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:9000\n" in script
+    assert f"export ANTHROPIC_AUTH_TOKEN={KEY}\n" in script
+    assert "export ANTHROPIC_MODEL=own\n" in script
+    assert "export CLAUDE_CODE_AUTO_COMPACT_WINDOW=20000\n" in script
+    unknown = invoke("launch", "claude", "--server", NONE, "--serve", "--port 0", "--print")
+    assert unknown.exit_code == 2
+    assert "leave out --port 0" in unknown.stderr
+
+
+def test_a_printed_server_has_a_store_of_its_own_beside_another_one(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    command = ("launch", "claude", "--server", NONE, "--print")
+    assert "--store" not in invoke(*command).stdout.splitlines()[0]
+    with SessionFolder(tmp_path / "home" / "server" / "sessions" / "0").lock("a") as path:
+        small_model().session().snapshot().save(path)
+        assert "--store" in invoke(*command).stdout.splitlines()[0]
+
+
+# A client that says how many interrupts it got once it is terminated.
+COUNTING_CLIENT = f"""#!{sys.executable}
+import signal, sys, time
+interrupts = []
+def interrupt(*_):
+    interrupts.append(1)
+    print("interrupted", flush=True)
+signal.signal(signal.SIGINT, interrupt)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(interrupts)))
+print("waits", flush=True)
+while True:
+    time.sleep(600)
+"""
+# Starts the rest of its arguments in the foreground of the terminal that is its standard error.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_ctrl_c_reaches_the_client_once_if_standard_input_is_no_terminal(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_client(tmp_path, monkeypatch, COUNTING_CLIENT)
+    ours, theirs = pty.openpty()
+    launch = ("-m", "kvkeep", "launch", "aider", "--server", server.url)
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, *launch],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waits\n"
+        os.write(ours, b"\x03")
+        assert process.stdout.readline() == b"interrupted\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 1
+    os.close(ours)
+    os.close(theirs)

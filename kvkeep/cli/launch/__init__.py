@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvkeep.cli.launch.process import run_client, shell_script, write_files
 from kvkeep.cli.launch.server import (
     find_server,
     parse_serve_options,
-    serve_command,
+    server_to_start,
     serves,
     started_server,
     warn_of_short_context,
@@ -24,7 +25,6 @@ from kvkeep.cli.options import command, option
 from kvkeep.cli.output import say
 from kvkeep.client.client import DEFAULT_URL
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.hub.source import DEFAULT_MODEL
 
 _PORT = 8080  # of a server that a printed script starts
 
@@ -79,7 +79,10 @@ def launch(
         say(f"kvkeep: the server at {running.url} has the model {running.model}, not {model}")
         running, port = None, _PORT + 1
     if print_only:
-        click.echo(_script(chosen, running, model, serve_options, arguments, port))
+        start = None
+        if running is None:
+            start, running = server_to_start(model, serve_options, api_key, port)
+        click.echo(_script(chosen, running, start, arguments))
         return
     program = shutil.which(chosen.program)
     if program is None:
@@ -97,23 +100,15 @@ def launch(
 
 def _script(
     client: LaunchedClient,
-    running: RunningServer | None,
-    model: str | None,
-    serve_options: list[str],
-    arguments: tuple[str, ...],
-    port: int,
+    server: RunningServer,
+    start: Sequence[str] | None,
+    arguments: Sequence[str],
 ) -> str:
-    """Return the shell script of a launch, which begins with the server if none is running.
-
-    port: of a server that is not running.
-    """
+    """Return the shell script of a launch. start: the server's arguments, unless it runs."""
     folder = Path(tempfile.gettempdir()) / f"kvkeep-{client.program}-{os.getuid()}"
     lines = []
-    if running is None:
-        name = Path(model or DEFAULT_MODEL).name
-        running = RunningServer(f"http://127.0.0.1:{port}", name)
-        serve = shlex.join(["kvkeep", *serve_command(model, serve_options, port)])
-        lines = [f"# first, in another terminal: {serve}"]
-    settings = client.settings(running, folder)
+    if start is not None:
+        lines = [f"# first, in another terminal: {shlex.join(['kvkeep', *start])}"]
+    settings = client.settings(server, folder)
     words = [client.program, *settings.arguments, *arguments]
     return "\n".join([*lines, shell_script(settings, folder, words)])

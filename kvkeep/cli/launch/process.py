@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,9 +64,9 @@ def _signals_held() -> Iterator[_SignalRelay]:
 
 def _terminal_interrupts() -> bool:
     """Whether Ctrl-C in the terminal is sent to the client too, as to all of this process group."""
-    with suppress(OSError):
-        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    return False
+    with suppress(OSError), open(os.ctermid(), "rb", buffering=0) as terminal:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False  # there is no terminal
 
 
 def write_files(settings: ClientSettings, folder: Path) -> None:

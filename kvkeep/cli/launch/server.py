@@ -1,5 +1,6 @@
 """The server for a launched client: one that runs, or one that is started for the client."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 
 from kvkeep.cli.launch.clients import RunningServer
@@ -102,7 +104,7 @@ def started_server(
     Raises KvkeepError if it cannot start, or needs another key.
     """
     with (
-        _free_store() as store,
+        _temporary_store() as store,
         tempfile.NamedTemporaryFile(prefix="kvkeep-serve-", suffix=".log") as log,
     ):
         command = [sys.executable, "-m", "kvkeep", *serve_command(model, [*store, *options], 0)]
@@ -123,16 +125,43 @@ def started_server(
 
 
 @contextmanager
-def _free_store() -> Iterator[list[str]]:
+def _temporary_store() -> Iterator[list[str]]:
     """Yield the options for a temporary store, if another server uses kvkeep's own folder."""
-    try:
-        require_no_server(default_server_folder())
-    except Locked:
+    if _is_own_folder_free():
+        yield []
+    else:
         say("kvkeep: another server uses kvkeep's folder: this one keeps sessions until it ends")
         with tempfile.TemporaryDirectory(prefix="kvkeep-serve-") as folder:
             yield ["--store", folder]
-    else:
-        yield []
+
+
+def _is_own_folder_free() -> bool:
+    try:
+        require_no_server(default_server_folder())
+    except Locked:
+        return False
+    return True
+
+
+def server_to_start(
+    model: str | None, options: Sequence[str], key: str | None, port: int
+) -> tuple[list[str], RunningServer]:
+    """Return the arguments of `kvkeep` that start a server, and how clients reach it then.
+
+    port: unless the options have another one. Raises InvalidArgument.
+    """
+    folder = Path(tempfile.gettempdir()) / f"kvkeep-serve-{os.getuid()}"
+    store = [] if _is_own_folder_free() else ["--store", str(folder)]
+    command = serve_command(model, [*store, *options], port)
+    parameters = _parse_options(command[1:])
+    host, port = parameters["host"], parameters["port"]
+    if port == 0:
+        raise InvalidArgument("a printed script needs the server's port: leave out --port 0")
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = parameters["alias"] or Path(parameters["model"]).name
+    return command, RunningServer(url, name, parameters["max_kv_size"], key or "none")
 
 
 def _await_address(process: "subprocess.Popen[bytes]", log: Path) -> str:
@@ -164,14 +193,22 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def parse_serve_options(text: str) -> list[str]:
     """Split the value of `--serve` as a shell does.
 
-    Raises InvalidArgument for open quotes, and for -q.
+    Raises InvalidArgument for open quotes, options that `kvkeep serve` does not have, and for -q.
     """
     try:
         options = shlex.split(text)
     except ValueError as error:
         raise InvalidArgument(f"--serve {text!r} is not a list of options: {error}") from error
-    if serve.make_context("serve", list(options), resilient_parsing=True).params["quiet"]:
+    if _parse_options(options)["quiet"]:
         raise InvalidArgument(
             "leave -q out of --serve: the server's address is read from its output"
         )
     return options
+
+
+def _parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of `kvkeep serve` by name. Raises InvalidArgument."""
+    try:
+        return serve.make_context("serve", list(options)).params
+    except click.UsageError as error:
+        raise InvalidArgument(f"--serve: {error.format_message()}") from error
