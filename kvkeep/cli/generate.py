@@ -145,7 +145,8 @@ def _prefill(run: "SessionRun", opened: OpenedSession, prompt: list[int]) -> Non
     prompt: token ids. After an interrupt, the notes get the rest. `cache.time`: evaluated tokens.
     """
     start_tokens, ids = opened.session.cache.time, [*opened.notes.get(UNREAD_KEY, []), *prompt]
-    opened.notes.setdefault(FIRST_PROMPT_KEY, len(ids))
+    if start_tokens == 0:
+        opened.notes.setdefault(FIRST_PROMPT_KEY, len(ids))
     if not ids:
         return
     try:

@@ -91,3 +91,15 @@ def test_one_session_named_twice_is_removed_once(invoke: Invoke, noted: Path) ->
     removed = invoke("sessions", "rm", "s", "s", "t")
     assert removed.exit_code == 0, removed.stderr
     assert removed.stdout.count("removed") == 2
+
+
+def test_a_later_prompt_is_never_taken_for_the_first(
+    invoke: Invoke, tiny: list[str], noted: Path
+) -> None:
+    """A copy that is shorter than the first prompt has none."""
+    assert invoke("sessions", "fork", "s", "t", "--at", 3).exit_code == 0
+    continued = ("generate", "-p", " five six seven", "-n", 2, "--session", "t", *tiny)
+    assert invoke(*continued).exit_code == 0
+    refused = invoke(*continued, "--keep", -1)
+    assert refused.exit_code == 2
+    assert "whose length was not saved" in refused.stderr
