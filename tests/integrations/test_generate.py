@@ -204,3 +204,20 @@ def test_scores_in_bfloat16_equal_those_of_kvkeeps_own_forward(
     scores = logits.float().log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
     own = own_bf16.session(96, 4).score(ids)[1:]
     assert abs(scores.mean().item() - own.mean().item()) < 0.01
+
+
+def test_crop_removes_columns_of_all_rows_or_none(model: PreTrainedModel) -> None:
+    """A row with fewer tokens loses padding, too."""
+    cache = full(model)
+    ids, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 9]]), torch.ones(2, 4, dtype=torch.int64)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(InvalidArgument, match="at most the 4 columns"):
+            cache.crop(-5)
+        assert [list(session.tokens) for session in cache.sessions] == [[5, 6, 7, 8], [9]]
+        cache.crop(-2)
+        assert [list(session.tokens) for session in cache.sessions] == [[5, 6], []]
+        assert (cache.padding, cache.get_seq_length()) == ([0, 2], 2)
+        model(ids[:, 2:], attention_mask=mask, past_key_values=cache)
+    assert [list(session.tokens) for session in cache.sessions] == [[5, 6, 7, 8], [9]]

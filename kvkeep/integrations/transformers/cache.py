@@ -16,6 +16,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.cache_forward import SessionBatch
 from kvkeep.integrations.transformers.model import from_transformers
 from kvkeep.policies import Policy, PolicySettings
+from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
@@ -43,6 +44,12 @@ def _session_method(
         return result
 
     return call
+
+
+def _holds_before(session: Session, count: int) -> bool:
+    """Whether a session's last `count` tokens can be removed."""
+    memory = session.core.memory
+    return memory.holds_beginning(len(memory.tokens) - count)
 
 
 class KvkeepCache(SessionBatch):
@@ -253,22 +260,32 @@ class KvkeepCache(SessionBatch):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, for assisted decoding. tokens_to_remove: negative.
+        """Remove the last columns, for assisted decoding: of all rows or, by an error, of none.
 
-        Raises InvalidArgument if earlier tokens were evicted to make room for these.
+        tokens_to_remove: the number of columns, negative. Those before a row's first token are its
+        padding. Raises InvalidArgument if there are fewer, or if earlier tokens were evicted to
+        make room for these.
         """
-        num_tokens = abs(validation.integer("tokens_to_remove", tokens_to_remove))
-        if not num_tokens:
+        num_columns = abs(validation.integer("tokens_to_remove", tokens_to_remove))
+        if not num_columns:
             return
         if tokens_to_remove > 0:
             raise InvalidArgument("crop needs a negative number: the number of tokens to remove")
-        if not self.is_croppable:
+        if num_columns > self.get_seq_length():
+            raise InvalidArgument(
+                f"crop removes at most the {self.get_seq_length()} columns that the cache has; "
+                f"found {num_columns}"
+            )
+        counts = [min(num_columns, len(session.tokens)) for session in self.sessions]
+        if not self.is_croppable or not all(map(_holds_before, self.sessions, counts)):
             raise InvalidArgument(
                 "these tokens cannot be removed, since earlier ones were evicted or layers keep "
                 "states: decode without an assistant, or with a larger max_kv_size"
             )
-        for session in self.sessions:
-            session.take_back(num_tokens)
+        with interrupts_deferred():
+            for row, count in enumerate(counts):
+                self.sessions[row].take_back(count)
+                self.padding[row] -= num_columns - count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue beam search from these rows; beams from the same row share its cells."""
