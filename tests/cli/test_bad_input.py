@@ -162,3 +162,7 @@ def test_a_group_without_a_command_shows_its_help_line_by_line(invoke) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("Usage: kvkeep sessions [OPTIONS] COMMAND [ARGS]...\n")
     assert "error" not in result.stderr
+
+
+def test_the_folder_of_an_unknown_user_is_no_model(invoke) -> None:
+    _refused(invoke("generate", "-p", "x", "-m", "~nosuchuser/model"), "no model")

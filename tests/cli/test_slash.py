@@ -321,3 +321,18 @@ def test_commands_are_told_apart_from_messages(tmp_path: Path) -> None:
     said = ("Hm", "", "//", "/usr/bin/env is what?", f"{tmp_path} is a folder", "/undo\nis done")
     for line in said:
         assert not is_command(line), line
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/file ~nosuchuser/a.txt", "~nosuchuser/a.txt cannot be read"),
+        ("/file a\0b", "/file needs the path"),
+        (f"/keep {'9' * 5000}", "/keep needs a number of tokens"),
+        ("/keep 999999999999999999", "keep"),
+    ],
+    ids=["user", "zero byte", "digits", "large"],
+)
+def test_paths_and_numbers_that_are_none_are_refused(do: Do, line: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        do(line)

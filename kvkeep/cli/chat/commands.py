@@ -16,6 +16,7 @@ from kvkeep.cli.output import plural
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
+_MAX_DIGITS = 18  # of a number of tokens
 _QUOTED_TEXT = re.compile(r'"([^"]*)"', re.DOTALL)
 _HELP_PASSAGES = """\
 WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
@@ -110,11 +111,11 @@ class ChatCommands(ABC):
 
     def do_file(self, argument: str) -> str:
         parts = split_path(argument)
-        if parts is None:
+        if parts is None or "\0" in parts[0]:
             raise InvalidArgument(
                 "/file needs the path of a text file, and optionally a question about it"
             )
-        path, question = Path(parts[0]).expanduser(), parts[1]
+        path, question = Path(os.path.expanduser(parts[0])), parts[1]
         try:
             text = read_text_file(path)
         except OSError as error:
@@ -209,8 +210,8 @@ class ChatCommands(ABC):
         return self.compact(target if target < 1 else int(target))
 
     def do_keep(self, argument: str) -> str:
-        if not argument.isdecimal():
-            raise InvalidArgument(f"/keep needs a number of tokens; found {argument!r}")
+        if not argument.isdecimal() or len(argument) > _MAX_DIGITS:
+            raise InvalidArgument(f"/keep needs a number of tokens; found {argument!r:.100}")
         self.branches.current.session.keep = int(argument)
         return f"the first {plural(int(argument), 'token')} are never evicted"
 
