@@ -53,8 +53,11 @@ class Haystack:
         min_sentences: even if they have more tokens. Raises InvalidArgument for a short text.
         """
         sentence_ends = list(itertools.accumulate(self.token_counts))  # in tokens
-        last_start = bisect_right(sentence_ends, sentence_ends[-1] - tokens)
-        if tokens > sentence_ends[-1] or len(self.sentences) - last_start < min_sentences:
+        last_start = min(
+            bisect_right(sentence_ends, sentence_ends[-1] - tokens),
+            len(self.sentences) - min_sentences,
+        )
+        if tokens > sentence_ends[-1] or last_start < 0:
             raise InvalidArgument(
                 f"the text has {sentence_ends[-1]:,} tokens: too few for {tokens:,} in at least "
                 f"{min_sentences} sentences; use fewer"

@@ -156,3 +156,12 @@ def test_text_and_question_tokenize_the_same_apart_and_together() -> None:
     sample = PasskeyDataset(junk=5).sample(0)
     question = sample.facts[0].question
     assert encode(sample.text) + encode(question) == encode(sample.text + question)
+
+
+def test_the_shortest_passages_have_as_many_sentences_as_there_are_facts() -> None:
+    """The text ends with a sentence that is longer than the passage."""
+    sentences = [*["A short one here."] * 40, "A long one with " + "many " * 60 + "words."]
+    haystack = Haystack.from_text(" ".join(sentences), count)
+    for index in range(20):
+        sample = NeedleDataset(haystack, passage_tokens=16, task="several").sample(index)
+        assert len(sample.facts) >= 1
