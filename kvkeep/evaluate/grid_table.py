@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.storage.files.text import decode_text
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid, GridResult
@@ -29,13 +30,17 @@ def grid_markdown(grid: "Grid") -> str:
 def page_with_grid(path: Path, grid: "Grid | None") -> bytes:
     """Return a page with the tables between its markers; as it is for grid None.
 
-    Raises InvalidArgument if there are no markers.
+    The ends of its lines stay as they are. Raises InvalidArgument if there are no markers, or if it
+    is not UTF-8.
     """
-    page = path.read_text(encoding="utf-8")
+    content = path.read_bytes()
+    decode_text(content, str(path))
+    page = content.decode()  # with a byte order mark, if it has one
     if not has_section(page, BEGIN, END):
         raise InvalidArgument(f"{path} must have the lines {BEGIN} and {END}")
     if grid is not None:
-        page = replace_section(page, BEGIN, END, grid_markdown(grid))
+        line_end = "\r\n" if "\r\n" in page else "\n"
+        page = replace_section(page, BEGIN, END, grid_markdown(grid), line_end)
     return page.encode()
 
 
@@ -50,10 +55,11 @@ def has_section(page: str, begin: str, end: str) -> bool:
     return end in page.partition(begin)[2]
 
 
-def replace_section(page: str, begin: str, end: str, content: str) -> str:
-    """Return the page with `content` between its two markers."""
+def replace_section(page: str, begin: str, end: str, content: str, line_end: str = "\n") -> str:
+    """Return the page with `content` between its two markers. line_end: of the new lines."""
     text_before, _, rest = page.partition(begin)
-    return f"{text_before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
+    section = f"{begin}\n\n{content}\n\n{end}".replace("\n", line_end)
+    return f"{text_before}{section}{rest.partition(end)[2]}"
 
 
 def _task_section(grid: "Grid", task: str) -> str:

@@ -178,3 +178,21 @@ def test_plots_have_the_requested_file_format(suffix: str, magic: bytes) -> None
         GridResult(GridSetting("perplexity", 0, 0, "keydiff", 2.0), None, -2.1, 100, 25_000_000)
     )
     assert draw_grid(grid, suffix).startswith(magic)
+
+
+def test_a_page_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    before, after = "\ufeffBefore\r\n".encode(), b"\r\nafter\r\n"
+    page.write_bytes(before + b"<!-- grid -->\r\nold\r\n<!-- /grid -->" + after)
+    assert page_with_grid(page, None) == page.read_bytes()
+    written = page_with_grid(page, _grid())
+    assert written.startswith(before)
+    assert written.endswith(after)
+    assert written.count(b"\n") == written.count(b"\r\n") > 5
+
+
+def test_a_page_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(b"caf\xe9 <!-- grid --> <!-- /grid -->")
+    with pytest.raises(InvalidArgument, match="is not UTF-8 text"):
+        page_with_grid(page, None)
