@@ -268,3 +268,14 @@ def test_compress_uses_a_calibration(calibration: Calibration) -> None:
         session.compress(3.0, "expected_attention", calibration=given_calibration)
     chosen = [s.cache.segments[1].block.slots.positions for s in (calibrated, uncalibrated)]
     assert not torch.equal(*chosen)
+
+
+def test_the_shortest_models_and_texts_are_measured_and_shorter_ones_refused() -> None:
+    model = small_model(max_positions=32)
+    assert calibrate(model, TEXT[:32]).tokens == 32
+    with pytest.raises(InvalidArgument, match="32 tokens or more; found 31"):
+        calibrate(model, TEXT[:31])
+    for positions in (2, 4, 16, 31):
+        short_model = small_model(max_positions=positions)
+        with pytest.raises(InvalidArgument, match=f"was trained for {positions}"):
+            calibrate(short_model, TEXT[:400])

@@ -27,6 +27,7 @@ STEP_TOKENS = 512  # tokens evaluated at once
 STEPS_PER_SESSION = 16  # in a `QueryPart`
 RECONSTRUCTION_TOKENS, MAX_RECONSTRUCTIONS = 1024, 20  # tokens of a part; the most parts
 HELD_OUT_STRIDE = 5  # every n-th reconstruction part evaluates the surrogate
+MIN_RECONSTRUCTION_TOKENS = 16  # of a part
 MIN_SCORE = -27.6  # log of an attention weight of 1e-12; lower scores are clamped
 
 Progress = Callable[[int], None]  # called with the number of tokens evaluated since the last call
@@ -157,15 +158,21 @@ class ReconstructionPart:
 
 def _text_parts(model: LoadedModel, token_count: int) -> list[QueryPart | ReconstructionPart]:
     """Split a text of `token_count` tokens into query parts, and place reconstruction parts."""
-    step = _tokens_per_step(model)
-    if token_count < 3 * step:
-        raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {token_count}")
+    step, positions = _tokens_per_step(model), model.spec.max_positions
+    if positions < 2 * MIN_RECONSTRUCTION_TOKENS:
+        raise InvalidArgument(
+            f"a calibration needs a model of {2 * MIN_RECONSTRUCTION_TOKENS} positions or more; "
+            f"{model.name} was trained for {positions}"
+        )
+    minimum = max(3 * step, 2 * MIN_RECONSTRUCTION_TOKENS)
+    if token_count < minimum:
+        raise InvalidArgument(f"a calibration needs {minimum} tokens or more; found {token_count}")
     # A short remainder is joined to the last part: alone it would have no tokens before it.
     starts = range(0, max(1, token_count - 2 * step), STEPS_PER_SESSION * step)
     parts: list[QueryPart | ReconstructionPart] = [
         QueryPart(start, end) for start, end in itertools.pairwise([*starts, token_count])
     ]
-    length = min(RECONSTRUCTION_TOKENS, model.spec.max_positions // 2, token_count // 2)
+    length = min(RECONSTRUCTION_TOKENS, positions // 2, token_count // 2)
     reconstruction_count = min(MAX_RECONSTRUCTIONS, token_count // length)
     for index in range(reconstruction_count):
         start = index * (token_count - length) // (reconstruction_count - 1)
