@@ -50,6 +50,10 @@ def models(context: click.Context, as_json: bool = JSON_OPTION) -> None:
     """List local models; add, show, export or remove one."""
     if context.invoked_subcommand is None:
         _echo_models(as_json)
+    elif as_json:
+        raise click.UsageError(
+            f"--json belongs after the command: kvkeep models {context.invoked_subcommand} --json"
+        )
 
 
 @command("list")

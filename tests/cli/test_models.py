@@ -125,3 +125,10 @@ def test_a_converted_model_is_exported(
     refused = invoke("models", "export", file, to)
     assert refused.exit_code == 2
     assert f"{to} already exists" in refused.stderr
+
+
+def test_json_before_a_command_is_refused_with_its_place(invoke) -> None:
+    refused = invoke("models", "--json", "list")
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    assert "kvkeep models list --json" in refused.stderr
