@@ -202,6 +202,7 @@ def test_failed_requests_are_reported_and_retried(
         ('{"prompt": "x", "id": true}', "id must be text or a whole number"),
         ('{"custom_id": ["x"], "body": {"prompt": "x"}}', "custom_id must be text"),
         ('{"prompt": "x", "stop": 5}', "stop must be text"),
+        ('{"prompt": "x", "stop": {"x": 1}}', "stop must be text"),
         ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "url"),
         ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "has the same id"),
     ],

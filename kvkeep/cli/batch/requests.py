@@ -206,6 +206,6 @@ def _check_body(body: Mapping[str, Any], location: str, is_chat: bool) -> None:
                 f"{location}: {name} must be a number of tokens, or -1 for no limit; "
                 f"found {limit!r}"
             )
-    stops = [] if body.get("stop") is None else body["stop"]  # text is an iterable of texts, too
-    if not isinstance(stops, Iterable) or not all(isinstance(stop, str) for stop in stops):
+    stops = [] if body.get("stop") is None else body["stop"]  # text is a sequence of texts, too
+    if not isinstance(stops, str | list) or not all(isinstance(stop, str) for stop in stops):
         raise InvalidArgument(f"{location}: stop must be text, or a list of texts")
