@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from cli.conftest import Invoke
 from server.conftest import RunningServer, running_server, without_saved_revision
 from timeouts import PATIENCE
 
+from kvkeep.cli.chat.remote import RemoteChatSession
 from kvkeep.cli.chat.settings import SERVER_LIMITS
 from kvkeep.client import Client
 from kvkeep.model import Model
@@ -285,3 +287,27 @@ def test_in_a_terminal(small_steps: RunningServer, tmp_path: Path) -> None:
     with Terminal("chat", *options, environment=home) as terminal:
         terminal.wait("> What is the capital", PATIENCE)
         terminal.wait(answer, PATIENCE)
+
+
+class CountedSession(RemoteChatSession):
+    """A session on a server that notes which tokens were fetched."""
+
+    fetched: tuple[tuple[int, int], ...] = ()
+
+    def text(self, start: int = 0, end: int | None = None) -> Any:
+        self.fetched += ((start, -1 if end is None else end),)
+        return super().text(start, end)
+
+
+def test_only_the_tokens_that_are_needed_are_fetched(server: RunningServer) -> None:
+    """Their number needs none, however long the chat is."""
+    ids = [5 + number % 900 for number in range(4100)]
+    with Client(server.url) as client:
+        session = CountedSession(client, client.create(max_kv_size=512).name)
+        session.feed(ids)
+        assert len(session.tokens) == 4100
+        assert session.fetched == ()
+        assert session.tokens[3:8] == ids[3:8]
+        assert session.fetched == ((3, 8),)
+        assert session.tokens[:] == ids
+        client.delete(session.name)

@@ -115,12 +115,8 @@ class RemoteChatSession(RemoteSession):
         return {name: (span["start"], span["end"]) for name, span in spans.items()}
 
     @property
-    def tokens(self) -> list[int]:
-        total, ids = self.info()["tokens"], list[int]()
-        while len(ids) < total:
-            pieces = self.text(len(ids), min(total, len(ids) + _MAX_TEXT_TOKENS))["pieces"]
-            ids += [piece["id"] for piece in pieces]
-        return ids
+    def tokens(self) -> "RemoteTokens":
+        return RemoteTokens(self)
 
     def remembered(self, start: int, end: int) -> int:
         """Return how many of tokens `start ... end - 1` have a cell of their own."""
@@ -134,6 +130,24 @@ class RemoteChatSession(RemoteSession):
     def replace(self, *arguments: Any, **options: Any) -> Any:
         """Replace tokens; return an object with the attributes of an `EditReport`."""
         return SimpleNamespace(**super().replace(*arguments, **options)["result"])
+
+
+class RemoteTokens:
+    """The tokens of a session on a server: a slice fetches its own only, and a length none."""
+
+    def __init__(self, session: RemoteChatSession):
+        self._session = session
+
+    def __len__(self) -> int:
+        return int(self._session.info()["tokens"])
+
+    def __getitem__(self, part: slice) -> list[int]:
+        start, end, _ = part.indices(len(self))
+        ids = list[int]()
+        for first in range(start, end, _MAX_TEXT_TOKENS):
+            pieces = self._session.text(first, min(end, first + _MAX_TEXT_TOKENS))["pieces"]
+            ids += [piece["id"] for piece in pieces]
+        return ids
 
 
 class RemoteConversation:
