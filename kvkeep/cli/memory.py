@@ -198,8 +198,14 @@ class PrefixOptions:
     )
 
     def check(self) -> None:
-        """Raise InvalidArgument for a limit of disk space without a prefix cache in a folder."""
+        """Raise InvalidArgument for a limit of disk space or a secret that would not be used."""
         check_prefix_limit(self.prefix_cache, self.store)
+        is_shared = self.prefix_cache and self.store is not None and is_url(self.store)
+        if options.is_in_command_line("secret_file") and not is_shared:
+            raise InvalidArgument(
+                "--secret-file is for a prefix cache in an object store: add --prefix-cache and "
+                "--store URL"
+            )
 
     def open_prefix_cache(self, model: "Model", codec: str | None = None) -> "PrefixCache | None":
         """Open the prefix cache. Returns None if it is off, or with a warning if that fails.

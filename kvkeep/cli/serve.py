@@ -26,6 +26,7 @@ from kvkeep.cli.options import (
     command,
     compact_at_option,
     file_option,
+    is_in_command_line,
     option,
     option_group,
     size_option,
@@ -261,6 +262,8 @@ def serve(
     if store is not None and is_url(store):
         _serve_shared(serving, store, options)
     else:
+        if is_in_command_line("secret_file"):
+            raise InvalidArgument("--secret-file is for an object store: add --store URL")
         folder = None if store is None else Path(store)
         _serve_folder(serving, folder, prefix_cache_bytes, options)
 

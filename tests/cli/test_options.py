@@ -1,8 +1,12 @@
 """Options declared as defaults of parameters and of records' fields."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
+import pytest
+from cli.conftest import Invoke
 from click.testing import CliRunner
 
 from kvkeep.cli.options import command, integer_option, option, option_group
@@ -51,3 +55,31 @@ def test_help_lists_options_in_the_order_of_their_declarations() -> None:
     flags = ["-d, --max-depth N", "--follow", "--name TEXT", "--help"]
     positions = [next(i for i, line in enumerate(lines) if flag in line) for flag in flags]
     assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("chat", "--api-key", "x"), "add --server URL"),
+        (("chat", "--secret-file", __file__), "add --prefix-cache"),
+        (("generate", "-p", "x", "--secret-file", __file__, "--prefix-cache"), "--store URL"),
+        (("serve", "--secret-file", __file__, "--store", "folder"), "add --store URL"),
+        (("batch", "-", "-o", "out", "--store", "folder"), "add --prefix-cache"),
+        (("grid", "--from", __file__, "--kv-bits", "8"), "leave out --kv-bits"),
+        (("grid", "--from", __file__, "--methods", "knorm"), "leave out --methods"),
+    ],
+    ids=["chat key", "chat secret", "secret", "serve", "batch", "grid bits", "grid methods"],
+)
+def test_options_that_would_do_nothing_are_refused(
+    invoke: Invoke,
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the model is looked up."""
+    monkeypatch.chdir(tmp_path)
+    refused = invoke(*arguments, "-m", "no-such-model", input='{"prompt": "x"}')
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert os.listdir(tmp_path) == []

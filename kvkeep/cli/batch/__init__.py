@@ -77,6 +77,8 @@ def batch(
         raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")
     output.check()
     settings.check()
+    if options.is_in_command_line("store") and not settings.prefixes.prefix_cache:
+        raise InvalidArgument("--store of a batch is for its prefix cache: add --prefix-cache")
     if file is not None:
         if out.exists() and file.exists() and out.samefile(file):
             raise InvalidArgument(f"-o {out} is the file with the requests: name another one")

@@ -96,6 +96,8 @@ def chat(
         settings.speculate = speculate if options.is_given("speculate") else None
         chat_at_server(server, api_key, session, system, session_options.memory, settings)
         return
+    if options.is_in_command_line("api_key"):
+        raise InvalidArgument("--api-key is for a chat on a server: add --server URL")
     store = session_options.prefixes.store
     if continue_latest:
         session = _latest_chat_name(store, session)

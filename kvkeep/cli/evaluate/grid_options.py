@@ -10,7 +10,14 @@ import click
 from kvkeep.cli.compression import METHOD_NAMES, UNCALIBRATED_METHODS, parse_method, parse_ratio
 from kvkeep.cli.evaluate.options import HAYSTACK_OPTION, ModelOptions, comma_separated
 from kvkeep.cli.memory import BIT_NAMES
-from kvkeep.cli.options import choice_option, file_option, integer_option, is_given, option
+from kvkeep.cli.options import (
+    choice_option,
+    file_option,
+    integer_option,
+    is_given,
+    is_in_command_line,
+    option,
+)
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import ContinuationDataset, Dataset, NeedleDataset, PasskeyDataset
 from kvkeep.evaluate.grid_table import page_with_grid
@@ -126,6 +133,10 @@ class GridFiles:
         """Raise InvalidArgument, before hours of work, if results cannot be written."""
         if self.earlier_paths and (self.out or self.resume):
             raise InvalidArgument("--from measures nothing: leave out --out and --resume")
+        settings = [field.name for field in fields(GridOptions) if is_in_command_line(field.name)]
+        if self.earlier_paths and settings:
+            flag = settings[0].replace("_", "-")
+            raise InvalidArgument(f"--from shows all results of its files: leave out --{flag}")
         if self.resume and self.out is None:
             raise InvalidArgument("--resume continues the file of --out: add --out FILE")
         if self.out is not None:
