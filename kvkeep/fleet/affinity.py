@@ -8,6 +8,7 @@ the beginning of the chat or prompt. It only saves time: any server can answer a
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep.chat.prompt_rules import without_billing_header
 from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
 from kvkeep.server.idempotency import replay
+from kvkeep.server.limits import parse_json
 from kvkeep.storage.sessions.interface import is_valid_name
 
 _ID_HEADER = b"x-session-id"
@@ -30,6 +32,7 @@ _BODY_ID_PATHS = {
     *("/api/chat", "/api/generate", "/v1/prefix/explain"),
 }
 _MAX_BODY_BYTES = 1 << 20  # requests with larger bodies get no header
+_BODY_SECONDS = 30.0  # requests whose bodies take longer get no header
 _MAX_INLINE_BYTES = 1 << 16  # larger bodies are parsed in a thread
 _MAX_PREFIX_TOKENS, _MAX_PREFIX_CHARACTERS = 256, 1024  # of a prompt; the rest is not hashed
 
@@ -71,9 +74,13 @@ def affinity_session_id(path: str, body: bytes, credentials: bytes = b"") -> str
     that clients with equal prompts have different ids.
     """
     try:
-        request = json.loads(body)
+        return _session_id(path, parse_json(body), credentials)
     except (ValueError, RecursionError):  # the server reports it
         return ""
+
+
+def _session_id(path: str, request: Any, credentials: bytes) -> str:
+    """Return the id of `affinity_session_id`. Raises RecursionError for much nesting."""
     if not isinstance(request, dict):
         return ""
     if path == SESSIONS_PATH:
@@ -145,11 +152,13 @@ def _credentials(scope: Scope) -> bytes:
 
 
 async def _receive_body(receive: Receive) -> list[Message]:
-    """Return the ASGI messages of the body, until it ends or exceeds _MAX_BODY_BYTES."""
+    """Return the ASGI messages of the body, until it ends, is too long or takes too long."""
     body_messages, size, more_body = list[Message](), 0, True
-    while more_body and size <= _MAX_BODY_BYTES:
-        message = await receive()
-        body_messages.append(message)
-        size += len(message.get("body", b""))
-        more_body = message.get("more_body", False)
+    with suppress(TimeoutError):  # the server refuses it by its own limits, first for want of a key
+        async with asyncio.timeout(_BODY_SECONDS):
+            while more_body and size <= _MAX_BODY_BYTES:
+                message = await receive()
+                body_messages.append(message)
+                size += len(message.get("body", b""))
+                more_body = message.get("more_body", False)
     return body_messages

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from kvkeep.fleet import affinity
 from kvkeep.fleet.affinity import Affinity, affinity_session_id
 
 CHAT = "/v1/chat/completions"
@@ -142,3 +143,38 @@ def test_the_body_is_forwarded_whole_with_a_key(pieces: int) -> None:
 def test_a_large_body_is_forwarded_unparsed() -> None:
     body = json.dumps({"messages": [user_message("x" * (2 << 20))]}).encode()
     assert forward("POST", CHAT, body, pieces=50) == (None, body)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server receives the request, which may have no API key, with what follows of its body."""
+    monkeypatch.setattr(affinity, "_BODY_SECONDS", 0.1)
+    parts = [{"type": "http.request", "body": body, "more_body": True} for body in (b"{", b"}")]
+    received = list[Message]()
+
+    async def scenario() -> None:
+        forwarded, waiting = asyncio.Event(), [*parts]
+
+        async def receive() -> Message:
+            if len(waiting) < len(parts):  # after the first one
+                await forwarded.wait()
+            return waiting.pop(0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            assert not scope["headers"]
+            forwarded.set()
+            received.extend([await receive(), await receive()])
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        async with asyncio.timeout(20):
+            await Affinity(app)(scope, receive, None)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert received == parts
+
+
+@pytest.mark.parametrize("levels", [600, 200_000])
+def test_a_body_of_deep_nesting_has_no_id(levels: int) -> None:
+    """The server refuses it."""
+    nested = "[" * levels + "]" * levels
+    body = f'{{"messages": [{{"role": "user", "content": {nested}}}]}}'.encode()
+    assert affinity_session_id(CHAT, body) == ""
