@@ -6,7 +6,6 @@ its bound, it is written anew, with the last used answers that take half of it.
 
 import json
 import logging
-import os
 from array import array
 from collections.abc import Iterable
 from concurrent.futures import Executor
@@ -60,7 +59,8 @@ class AnswerLog:
             self._writer.submit(self._append, _to_line(owner, says, answer))
 
     def _append(self, line: str) -> None:
-        if self._num_bytes + len(line) > self._max_bytes:
+        is_whole = self._num_bytes and self._path.exists()  # not if the last rewrite failed
+        if not is_whole or self._num_bytes + len(line) > self._max_bytes:
             self._rewrite()  # the answer is among those in memory
             return
         try:
@@ -76,8 +76,9 @@ class AnswerLog:
         text = self._header + "".join(reversed(lines))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch(0o600)  # a file that is replaced keeps its permissions
+            self._path.chmod(0o600)
             write_atomic(self._path, text.encode())
-            os.chmod(self._path, 0o600)
             self._num_bytes = len(text)
         except OSError as error:
             _log.error("answers could not be noted in %s: %s", self._path, error)

@@ -1,6 +1,7 @@
 """Answers that clients send back in other bytes: their history reuses the tokens of the model."""
 
 import json
+import os
 import shutil
 import time
 from array import array
@@ -260,6 +261,49 @@ def test_the_log_of_answers_is_bounded_and_keeps_the_last_used(
     assert all(entry in written.entries() for entry in entries)
     assert again.find("0", one) == written.find("0", one)
     assert again.find("0", message)
+
+
+def test_answers_are_logged_for_their_user_alone_once_the_folder_can_be_written(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """The log has its header, so that the next start finds the answers."""
+    folder, message = tmp_path / "folder", Message("assistant", (TextPart("first"),))
+    path = folder / "answers.jsonl"
+    folder.touch()  # no folder: nothing can be written in it
+    written, answer = WrittenAnswers(), WrittenAnswer(array("i", [1]), b"p")
+    with ThreadPoolExecutor(1) as writer:
+        AnswerLog(written, path, smollm2, writer).load()
+        folder.unlink()
+        folder.mkdir()
+        for number in range(3):
+            written.add("0", Message("assistant", (TextPart(f"{number}"),)), answer)
+        writer.submit(path.unlink).result()
+        written.add("0", message, answer)
+        assert writer.submit(path.stat).result().st_mode & 0o777 == 0o600
+        again = WrittenAnswers()
+        AnswerLog(again, path, smollm2, writer).load()
+    assert again.find("0", message)
+    assert len(again.entries()) == 4
+
+
+@pytest.mark.parametrize("earlier", [None, 0o644], ids=["new", "readable"])
+def test_the_log_of_answers_is_never_readable_by_others(
+    smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: int | None
+) -> None:
+    """It has its permissions before it is renamed."""
+    path, modes, rename = tmp_path / "answers.jsonl", list[int](), os.replace
+    if earlier is not None:
+        path.touch()
+        path.chmod(earlier)
+
+    def recorded(source: Path, target: Path) -> None:
+        modes.append(source.stat().st_mode & 0o777)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", recorded)
+    with ThreadPoolExecutor(1) as writer:
+        AnswerLog(WrittenAnswers(), path, smollm2, writer).load()
+    assert modes == [0o600]
 
 
 def test_an_answer_of_one_token_in_a_saved_text_is_the_one_behind_its_prompt() -> None:
