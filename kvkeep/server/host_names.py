@@ -8,7 +8,8 @@ from kvkeep.errors import InvalidArgument
 ANY_ORIGIN = "*"
 OPAQUE_ORIGIN = "null"  # of files and of frames in a sandbox, which any page can make
 _NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
-_PORT = re.compile(r"(:[0-9]*)?$")
+_PORT = re.compile(r":[0-9]*$")
+_BRACKETED = re.compile(r"\[([^]]*)\](:[0-9]*)?")
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@*]+)/?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -16,10 +17,10 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 def host_name(text: str) -> str:
     """Return a host in lower case without its port, an IPv6 address in brackets and short form."""
     text = text.lower()
-    bracketed, _, rest = text.partition("]")
-    address = bracketed.removeprefix("[") if text.startswith("[") else text
-    if address.count(":") < 2 or not _PORT.fullmatch(rest):
+    bracketed = _BRACKETED.fullmatch(text)
+    if not bracketed and text.count(":") < 2:
         return _PORT.sub("", text)
+    address = bracketed[1] if bracketed else text
     try:
         return f"[{IPv6Address(address.partition('%')[0])}]"
     except ValueError:
@@ -46,4 +47,4 @@ def parse_origin(text: str) -> str:
     if match is None:
         raise InvalidArgument(f"{text!r} is not an origin; expected one such as http://example.com")
     scheme, host = match["scheme"], match["host"]
-    return f"{scheme}://{host.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
+    return f"{scheme}://{host.removesuffix(_DEFAULT_PORTS.get(scheme, ''))}"

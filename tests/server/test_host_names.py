@@ -17,6 +17,7 @@ from kvkeep.server.host_names import host_name, parse_host, parse_origin
         ("[2001:db8::1]:8080", "[2001:db8::1]"),
         ("fe80::1%eth0", "[fe80::1]:8080"),
         ("::", "[::]:8080"),
+        ("[::1]", "[::1]:"),
         ("example.com:8080", "example.com:8080"),
         ("Example.com", "example.com"),
     ],
@@ -25,7 +26,13 @@ def test_a_host_is_allowed_in_any_form(server: RunningServer, allowed: str, sent
     app = application(server.service, hosts=[allowed])
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/health", headers={"Host": sent}).status_code == 200
-    for other in ("[2001:db8::2]", "example.com.evil", "[2001:db8::1]evil", "[::1", "evil:8080"):
+    for other in (
+        "[2001:db8::2]",
+        "example.com.evil",
+        "[2001:db8::1]evil",
+        "[2001:db8::1",
+        "evil:80",
+    ):
         assert client.get("/health", headers={"Host": other}).status_code == 421
     assert host_name(host_name(allowed)) == parse_host(allowed)
 
