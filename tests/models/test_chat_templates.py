@@ -178,6 +178,43 @@ def test_a_template_is_compiled_once_and_each_rendering_has_its_own_limits(
     assert codec.chat([{"role": "user", "content": "d"}]) == "d<|start|>"
 
 
+# As in templates of Qwen3-Coder, Nemotron 3 and Gemma 4.
+WRITTEN_NUMBERS = (
+    "{{ n | string }}",
+    "{{ n | default('none') }}",
+    "{{ n | int }}",
+    "{{ missing | default(n) }}",
+    "{{ [{'n': n}] | selectattr('n', 'equalto', n) | map(attribute='n') | join }}",
+    "{{ '{}'.format(n) }}",
+    "{{ '%d' | format(n) }}",
+    "{{ {'n': n}.get('n', n) }}",
+    "{% macro written(number) %}{{ number }}{% endmacro %}{{ written(n) }}",
+    "{% set space = namespace(number=n) %}{{ space.number }}",
+)
+
+
+@pytest.mark.parametrize("template", WRITTEN_NUMBERS, ids=range(len(WRITTEN_NUMBERS)))
+@pytest.mark.parametrize("number", [1764440000, 2**53 - 1, -(2**53)])
+def test_large_numbers_of_calls_and_schemas_are_written(
+    codec: TextCodec, template: str, number: int
+) -> None:
+    assign = "{% set n = messages[0].tool_calls[0].function.arguments.n %}"
+    (codec.folder / "chat_template.jinja").write_text(assign + template)
+    call = {"function": {"name": "sleep", "arguments": {"n": number}}}
+    assert codec.chat([{"role": "assistant", "tool_calls": [call]}]) == str(number)
+
+
+def test_a_template_may_look_through_all_messages_for_each(codec: TextCodec) -> None:
+    """Gemma 4's does, for the role before and for the results of calls."""
+    (codec.folder / "chat_template.jinja").write_text(
+        "{% set ns = namespace(n=0) %}{% for message in messages %}"
+        "{% for i in range(loop.index0 - 1, -1, -1) %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+        "{% for i in range(loop.index0 + 1, messages | length) %}"
+        "{% if false %}{% endif %}{% endfor %}{% endfor %}{{ ns.n }}"
+    )
+    assert codec.chat([TURNS[0]] * 600) == str(600 * 599 // 2)
+
+
 def test_message_with_tool_calls_needs_no_content(codec: TextCodec) -> None:
     (codec.folder / "chat_template.jinja").write_text("{{ messages[0].content or 'none' }}")
     assert codec.chat([{"role": "assistant", "tool_calls": [CALL]}]) == "none"

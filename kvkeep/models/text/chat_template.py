@@ -49,7 +49,7 @@ def render_chat(
             f"a variable for the chat template cannot be named {', '.join(reserved)}: kvkeep sets "
             "it; use another field of the request, or leave it out"
         )
-    template = _compile(texts)
+    template = _compile(texts, len(messages))
     special_tokens = _special_tokens(tokenizer_config(folder))
     try:
         variables = {
@@ -130,13 +130,13 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _compile(texts: TemplateTexts) -> "Template":
+def _compile(texts: TemplateTexts, message_count: int) -> "Template":
     from jinja2 import TemplateSyntaxError
 
     from kvkeep.models.text.sandbox import compile_template
 
     try:
-        return compile_template(texts)
+        return compile_template(texts, message_count)
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
     except Exception as error:  # Python rejects the code that jinja generated

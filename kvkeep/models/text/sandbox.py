@@ -18,11 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from kvkeep.models.text.template_limits import (
-    MAX_SIZE,
     RenderingBudget,
     bounded_json,
     check_format,
-    check_integers,
     check_operation,
     check_repetition,
     checked_text,
@@ -34,12 +32,12 @@ _MACRO_COST = 10  # iterations that a macro call counts as
 _COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
 
 
-def compile_template(texts: TemplateTexts) -> Template:
+def compile_template(texts: TemplateTexts, message_count: int) -> Template:
     """Return a template for one rendering; its code is compiled once. Raises TemplateSyntaxError.
 
     The texts are converted as they are compiled.
     """
-    sandbox = _Sandbox(texts.convert)  # with a budget of its own
+    sandbox = _Sandbox(texts.convert, RenderingBudget(message_count))
     if texts.compiled is None:
         texts.compiled = sandbox.compile(texts.source)
     return Template.from_code(sandbox, texts.compiled, sandbox.make_globals(None))
@@ -61,7 +59,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, convert: Callable[[str], str]) -> None:
+    def __init__(self, convert: Callable[[str], str], budget: RenderingBudget) -> None:
         # transformers renders templates with block trimming. Not optimized: constant expressions
         # would be evaluated at compile time, where sizes are not checked.
         super().__init__(
@@ -71,7 +69,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             finalize=checked_text,
             extensions=[loopcontrols, GenerationBlock],
         )
-        self._budget, self._convert = RenderingBudget(), convert
+        self._budget, self._convert = budget, convert
         for name in ("wordwrap", "urlize", "xmlattr", "pprint"):  # for HTML, and hard to bound
             self.filters.pop(name)
         self.filters = {
@@ -80,14 +78,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": self._to_json, _COUNT_FILTER: self._budget.count_iterations}
         self.filters[_JOIN_FILTER] = self._join
         self.globals.pop("lipsum")
-        self.globals["range"] = self._range
+        self.globals["range"] = lambda *bounds: budget.count_range(range(*bounds))
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        check_integers(*args, *kwargs.values())
         method = getattr(__obj, "__wrapped__", __obj)
-        if isinstance(subject := getattr(method, "__self__", None), str):
+        if isinstance(subject := getattr(method, "__self__", None), (str, bytes, int)):
             args = tuple(_listed(value) for value in args)
             check_operation(__obj.__name__, subject, [*args, *kwargs.values()])
         return __self._budget.count_created(super().call(__context, __obj, *args, **kwargs))
@@ -114,7 +111,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
         @wraps(function)  # copies the attributes that tell jinja which arguments to pass
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            check_integers(*args, *kwargs.values())
             index = 1 if hasattr(function, "jinja_pass_arg") else 0
             if name in ("join", "sum"):
                 args = (*args[:index], _listed(args[index]), *args[index + 1 :])
@@ -138,12 +134,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if (isinstance(indent, int) and indent > 100) or len(str(indent)) > 100:
             raise TemplateRuntimeError("it uses too wide an indentation")
         return self._budget.count_created(bounded_json(value, encoder))
-
-    def _range(self, *bounds: int) -> range:
-        numbers = range(*bounds)
-        is_small = max(numbers.start, numbers.stop) < MAX_SIZE  # `len` raises for a huge range
-        self._budget.count_iterations(len(numbers) if is_small else MAX_SIZE)
-        return numbers
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)

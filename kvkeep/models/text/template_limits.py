@@ -7,26 +7,48 @@ from typing import Any
 
 from jinja2 import TemplateRuntimeError
 
-MAX_ITERATIONS = 300_000  # of all loops together, numbers in ranges included
-MAX_SIZE = 20_000_000  # characters or items of a value, and of the output; also the largest number
+MAX_ITERATIONS = 300_000  # of all loops of a short conversation together
+# Templates such as Gemma 4's look through all messages for each. An iteration takes some 3 µs.
+_ITERATIONS_OF_PAIR, _MAX_ITERATIONS_OF_LONG = 4, 10_000_000
+MAX_SIZE = 20_000_000  # characters or items of a value, and of the output; also the largest width
 MAX_CREATED = 1_000_000_000  # characters and items of all values together
 _MAX_FORMAT_LENGTH = 1000
 # A width or precision of four digits or from an argument, in both kinds of format strings.
 _WIDE_FORMAT = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|[:.][^{}]*\d{4}|\{[^{}]*\{")
-_MAX_WIDTH = 1000  # of an indentation
+_MAX_WIDTH = 1000  # of an indentation, and digits of a rounded number
+# Filters and methods with arguments that set a size: a width, a number of items or of digits.
+_SIZED = frozenset(
+    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes")
+    + ("truncate", "zfill")
+)
 
 
 class RenderingBudget:
-    """Counts what one rendering takes. Raises TemplateRuntimeError if it is too much."""
+    """Counts what one rendering takes. Raises TemplateRuntimeError if it is too much.
 
-    def __init__(self) -> None:
-        self._iterations = self._created = 0
+    Loops and ranges are counted apart, since most ranges are looped over.
+    """
+
+    def __init__(self, message_count: int) -> None:
+        for_pairs = _ITERATIONS_OF_PAIR * message_count**2
+        self._max_iterations = min(MAX_ITERATIONS + for_pairs, _MAX_ITERATIONS_OF_LONG)
+        self._iterations = self._range_numbers = self._created = 0
 
     def count_iterations(self, count: int) -> bool:
         self._iterations += count
-        if self._iterations > MAX_ITERATIONS:
-            raise TemplateRuntimeError(f"it loops more than {MAX_ITERATIONS:,} times")
+        self._check_iterations(self._iterations)
         return True  # a loop's condition continues with `and`
+
+    def count_range(self, numbers: range) -> range:
+        """Count the numbers of a range, and return it."""
+        is_small = max(numbers.start, numbers.stop) < MAX_SIZE  # `len` raises for a huge range
+        self._range_numbers += len(numbers) if is_small else MAX_SIZE
+        self._check_iterations(self._range_numbers)
+        return numbers
+
+    def _check_iterations(self, count: int) -> None:
+        if count > self._max_iterations:
+            raise TemplateRuntimeError(f"it loops more than {self._max_iterations:,} times")
 
     def count_created(self, value: Any) -> Any:
         """Count a value that the template created, and return it."""
@@ -79,11 +101,6 @@ def checked_text(value: Any) -> Any:
     return value
 
 
-def check_integers(*values: Any) -> None:
-    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in values):
-        raise TemplateRuntimeError("it uses too large a number")
-
-
 def check_repetition(left: Any, right: Any) -> None:
     for sequence, factor in ((left, right), (right, left)):
         is_repetition = isinstance(sequence, Sized) and isinstance(factor, int)
@@ -100,6 +117,9 @@ def check_format(text: str, arguments: Any) -> None:
 
 def check_operation(name: str, subject: Any, arguments: list[Any]) -> None:
     """Check a filter or method whose result may be much larger than its arguments."""
+    largest = _MAX_WIDTH if name == "round" else MAX_SIZE
+    if name in _SIZED and any(isinstance(v, int) and abs(v) > largest for v in arguments):
+        raise TemplateRuntimeError("it uses too large a number")
     if name == "join":
         is_method = isinstance(subject, str) and arguments and not isinstance(arguments[0], str)
         items, separator = (arguments[0], subject) if is_method else (subject, arguments)
