@@ -12,7 +12,13 @@ from lossy_basis import random_basis
 from topics import topic_text
 
 from kvkeep import load_model
-from kvkeep.models.hub.library import find_model, packed_folder, pulled_models, store_model
+from kvkeep.models.hub.library import (
+    find_model,
+    packed_folder,
+    pulled_models,
+    store_model,
+    unpacked_folder,
+)
 from kvkeep.storage.lossy.basis import add_basis
 from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.prefixes.inventory import BLOCK_FORMAT, BLOCK_KIND, stored_prompts
@@ -189,7 +195,8 @@ def test_a_model_is_removed_with_its_derived_files(
     made("one-2", "one-2")
     made("far", "owner/far", hub)
     packed = {model.slug: packed_folder(model.path) for model in pulled_models()}
-    for folder in (packed["one"], own_home / "unpacked" / "one-77-88", packed["one-2"]):
+    unpacked = unpacked_folder(find_model("one").path)
+    for folder in (packed["one"], unpacked / "77-88", packed["one-2"]):
         folder.mkdir(parents=True)
         (folder / "int4.safetensors").write_bytes(b"p" * 500)
     refused = invoke("models", "rm", "one", "none")
@@ -230,6 +237,19 @@ def test_packed_weights_of_a_users_folder_are_removed(
     assert invoke("models", "rm", mine).exit_code == 2
 
 
+def test_unpacked_weights_of_a_namesake_stay(
+    invoke: Invoke, own_home: Path, tmp_path: Path
+) -> None:
+    made("one", "one")
+    mine, pulled = tmp_path / "one", pulled_models()[0].path
+    mine.mkdir()
+    (mine / "config.json").write_text("{}")
+    for folder in (packed_folder(mine), unpacked_folder(mine), unpacked_folder(pulled)):
+        (folder / "1-2").mkdir(parents=True)
+    assert invoke("models", "rm", mine).exit_code == 0
+    assert list((own_home / "unpacked").iterdir()) == [unpacked_folder(pulled)]
+
+
 def test_weights_that_were_derived_from_an_earlier_state_are_removed(
     own_home: Path, tmp_path: Path
 ) -> None:
@@ -241,10 +261,10 @@ def test_weights_that_were_derived_from_an_earlier_state_are_removed(
         converted = store_model(slug, "file", "file", lambda _: None, progress=False)
         snapshot = store_model("hub", "hub", "hub", lambda _, to=commit: to, False, refresh=True)
         packed = [packed_folder(converted), packed_folder(snapshot)]
-        for folder in (*packed, own_home / "unpacked" / f"{slug}-1-2"):
+        for folder in (*packed, unpacked_folder(converted)):
             folder.mkdir(parents=True)
     assert sorted((own_home / "packed").iterdir()) == sorted(packed)
-    assert [path.name for path in (own_home / "unpacked").iterdir()] == ["file-2-1-2"]
+    assert list((own_home / "unpacked").iterdir()) == [unpacked_folder(converted)]
 
 
 def test_disk_use_by_kind_adds_up(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:

@@ -79,6 +79,18 @@ def test_changed_weights_in_the_same_folder_are_packed_again(home: Path, tmp_pat
     assert not torch.equal(values(first), values(second))
 
 
+def test_weights_are_packed_again_for_another_config(home: Path, tmp_path: Path) -> None:
+    """The order of rows that is packed depends on the RoPE."""
+    folder, tensors = folder_with(tmp_path / "model")
+    (folder / "config.json").write_text('{"partial_rotary_factor": 0.5}')
+    first = load_quantised(folder, SPEC, "int8", tensors, progress=False)
+    (folder / "config.json").write_text('{"partial_rotary_factor": 1.0}')
+    name = "model.layers.0.self_attn.q_proj.weight"
+    reordered = {**tensors, name: tensors[name].flip(0)}
+    second = load_quantised(folder, SPEC, "int8", reordered, progress=False)
+    assert torch.equal(values(second[name]), values(first[name]).flip(0))
+
+
 def test_packed_weights_of_earlier_states_of_a_folder_are_removed(
     home: Path, tmp_path: Path
 ) -> None:

@@ -47,11 +47,15 @@ def test_matrices_are_unpacked_once_and_then_mapped(home: Path, file: str, dtype
         assert torch.equal(again.decoder.tensors[name], wanted)
 
 
-def test_a_truncated_unpacked_file_is_written_again(home: Path, file: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "altered"])
+def test_a_damaged_unpacked_file_is_written_again(home: Path, file: str, damage: str) -> None:
     wanted = kvkeep.load_model(file, dtype="float32").fingerprint
     (path,) = unpacked(home)
-    path.write_bytes(path.read_bytes()[:-100])
-    assert kvkeep.load_model(file, dtype="float32").fingerprint == wanted
+    content = path.read_bytes()
+    path.write_bytes(content[:-100] + (b"" if damage == "truncated" else bytes(100)))
+    with pytest.warns(RuntimeWarning, match=r"float32.safetensors is damaged.*again"):
+        assert kvkeep.load_model(file, dtype="float32").fingerprint == wanted
+    assert path.read_bytes() == content
 
 
 def test_unpacked_files_of_earlier_states_are_removed(home: Path, file: str) -> None:
@@ -59,8 +63,8 @@ def test_unpacked_files_of_earlier_states_are_removed(home: Path, file: str) -> 
     (before,) = unpacked(home)
     own = resolve(file, progress=False) / "packed.safetensors"
     os.utime(own, ns=(1, 1))
-    other = before.parent.with_name("another-model-1-2")
-    other.mkdir()
+    other = before.parent.parent.with_name("another-model") / "1-2"
+    other.mkdir(parents=True)
     kvkeep.load_model(file, dtype="float32")
     (now,) = unpacked(home)
     assert now.parent != before.parent

@@ -1,10 +1,8 @@
 """The folder of pulled and converted models. Each model is either complete or absent."""
 
-import glob
 import hashlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -163,24 +161,23 @@ def remove_model(model: LocalModel, progress: bool) -> int:
 
 def derived_folders(path: Path) -> list[Path]:
     """Return the folders of packed and unpacked weights of the model in folder `path`."""
-    packed = packed_folder(path)
-    return [*([packed] if packed.is_dir() else []), *unpacked_folders(path.name)]
+    return [folder for folder in (packed_folder(path), unpacked_folder(path)) if folder.is_dir()]
 
 
 def packed_folder(path: Path) -> Path:
     """Return the folder for packed weights of the model in folder `path`. It may not exist."""
+    return home() / "packed" / _unique_name(path)
+
+
+def unpacked_folder(path: Path) -> Path:
+    """Return the folder for unpacked weights of a converted model in folder `path`."""
+    return home() / "unpacked" / _unique_name(path)
+
+
+def _unique_name(path: Path) -> str:
+    """Return a folder's name with a digest of its path, since others may have the same name."""
     path = path.resolve()
-    digest = hashlib.sha256(bytes(path)).hexdigest()[:16]  # other folders may have the same name
-    return home() / "packed" / f"{path.name}-{digest}"
-
-
-def unpacked_folders(name: str) -> list[Path]:
-    """Return the folders of unpacked weights of a converted model in folder `name`.
-
-    Each is called NAME-SIZE-TIME, by the state of the converted file.
-    """
-    paths = (home() / "unpacked").glob(f"{glob.escape(name)}-*")
-    return [p for p in paths if re.fullmatch("[0-9]+-[0-9]+", p.name.removeprefix(f"{name}-"))]
+    return f"{path.name}-{hashlib.sha256(bytes(path)).hexdigest()[:16]}"
 
 
 def _models_folder() -> Path:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
-from kvkeep.models.hub.library import home, packed_folder, unpacked_folders
+from kvkeep.models.hub.library import packed_folder, unpacked_folder
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
@@ -41,6 +41,7 @@ from kvkeep.models.weights.packing import (
     row_chunks,
 )
 from kvkeep.models.weights.tensors import is_router, matrix_shapes
+from kvkeep.storage.files.text import ENCODING
 
 WEIGHT_FORMATS = ("bf16", "int8", "int4")  # values of the option `weights`
 
@@ -94,14 +95,8 @@ def load_quantised(
     """
     formats, path = quantised_formats(spec, weight_format), _quantised_path(folder, weight_format)
     shapes = {name: shape for name, shape in matrix_shapes(spec).items() if name in formats}
-    if path.exists():
-        with contextlib.suppress(BadModelFile):
-            loaded_matrices = read_packed(path, shapes)
-            if checksum_of(loaded_matrices) == read_checksum(path):
-                return loaded_matrices
-        if read_checksum(path):  # otherwise another version has packed it
-            message = f"{path} is damaged and is packed again from the model's tensors"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+    if stored := _read_verified(path, shapes, "packed again from the model's tensors"):
+        return stored
     _remove_outdated(packed_folder(folder).glob("*"), path)
 
     def chunks(name: str) -> Iterator[Matrix]:
@@ -113,33 +108,24 @@ def load_quantised(
     }
     description = f"packing to {next(iter(formats.values())).name}"
     advice = ', or use weights="bf16"'
-    checksum = _write_file(path, new_matrices, description, progress, "packed", advice)
-    loaded_matrices = read_packed(path, shapes)
-    if checksum_of(loaded_matrices) != checksum:
-        raise BadModelFile(
-            f"{path} was damaged while it was written: the disk or memory is faulty. Set "
-            'KVKEEP_HOME to a folder elsewhere, or use weights="bf16"'
-        )
-    return loaded_matrices
+    return _write_and_map(path, new_matrices, description, progress, "packed", advice)
 
 
 def load_unpacked(
     converted: Path, spec: ModelSpec, packed: dict[str, Matrix], dtype: torch.dtype, progress: bool
 ) -> dict[str, Tensor]:
-    """Return all tensors of a converted model unpacked, memory-mapped.
+    """Return all tensors of a converted model unpacked, memory-mapped and verified.
 
-    They are unpacked into a file first if there is none: that takes seconds even for a small model,
-    and processes share a mapped file. packed: read from the file `converted`. Raises
-    ModelError, BadModelFile.
+    They are unpacked into a file first if there is none, or if it is damaged: that takes seconds
+    even for a small model, and processes share a mapped file. packed: read from the file
+    `converted`. Raises ModelError, BadModelFile.
     """
     status, shapes = converted.stat(), tensor_shapes(spec)
-    folder_name = f"{converted.parent.name}-{status.st_size}-{status.st_mtime_ns}"
-    dtype_name = str(dtype).removeprefix("torch.")
-    path = home() / "unpacked" / folder_name / f"{dtype_name}.safetensors"
-    if path.exists():
-        with contextlib.suppress(BadModelFile):  # cut short, or of another version
-            return cast(dict[str, Tensor], read_packed(path, shapes))
-    _remove_outdated(unpacked_folders(converted.parent.name), path)
+    folder, dtype_name = unpacked_folder(converted.parent), str(dtype).removeprefix("torch.")
+    path = folder / f"{status.st_size}-{status.st_mtime_ns}" / f"{dtype_name}.safetensors"
+    if stored := _read_verified(path, shapes, f"unpacked again from {converted.name}"):
+        return cast(dict[str, Tensor], stored)
+    _remove_outdated(folder.glob("*"), path)
 
     def chunks(name: str) -> Iterator[Matrix]:
         return (as_tensor(rows, dtypes[name]) for rows in row_chunks(packed[name]))
@@ -148,35 +134,68 @@ def load_unpacked(
     new_matrices = {
         name: NewMatrix(dtypes[name], shape, chunks(name)) for name, shape in shapes.items()
     }
-    _write_file(path, new_matrices, f"unpacking to {dtype_name}", progress, "unpacked")
-    return cast(dict[str, Tensor], read_packed(path, shapes))
+    description = f"unpacking to {dtype_name}"
+    unpacked = _write_and_map(path, new_matrices, description, progress, "unpacked")
+    return cast(dict[str, Tensor], unpacked)
 
 
-def _write_file(
+def _read_verified(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], remedy: str
+) -> dict[str, Matrix] | None:
+    """Return the matrices of a file of derived weights; None if there is no valid one.
+
+    Warns of a damaged file. remedy: how it is replaced.
+    """
+    if not path.exists():
+        return None
+    with contextlib.suppress(BadModelFile):
+        loaded_matrices = read_packed(path, shapes)
+        if checksum_of(loaded_matrices) == read_checksum(path):
+            return loaded_matrices
+    if read_checksum(path):  # otherwise another version has written it
+        warnings.warn(f"{path} is damaged and is {remedy}", RuntimeWarning, stacklevel=3)
+    return None
+
+
+def _write_and_map(
     path: Path,
     new_matrices: Mapping[str, NewMatrix],
     description: str,
     progress: bool,
     adjective: str,
     advice: str = "",
-) -> str:
-    """Write a file; return its checksum. adjective, advice: for the message of a ModelError."""
+) -> dict[str, Matrix]:
+    """Write a file of derived weights; return its matrices, memory-mapped and verified.
+
+    adjective, advice: for the messages of ModelError and BadModelFile.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_packed(path, new_matrices, description, progress)
+        checksum = write_packed(path, new_matrices, description, progress)
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write {adjective} weights to {path.parent} ({error}); free some space, or set "
             f"KVKEEP_HOME to a writable folder{advice}"
         ) from error
+    loaded_matrices = read_packed(path, {name: new.shape for name, new in new_matrices.items()})
+    if checksum_of(loaded_matrices) != checksum:
+        raise BadModelFile(
+            f"{path} was damaged while it was written: the disk or memory is faulty. Set "
+            f"KVKEEP_HOME to a folder elsewhere{advice}"
+        )
+    return loaded_matrices
 
 
 def _quantised_path(folder: Path, weight_format: str) -> Path:
-    """Return a path under kvkeep's home for the quantised weights of a folder in this state."""
+    """Return a path under kvkeep's home for the quantised weights of a folder in this state.
+
+    config.json belongs to it, since the order of rows depends on its RoPE.
+    """
     lines = [
         f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}"
         for path in sorted(folder.glob("*.safetensors"))
     ]
+    lines += [path.read_text(encoding=ENCODING) for path in folder.glob("config.json")]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return packed_folder(folder) / digest / f"{weight_format}.safetensors"
 
