@@ -116,3 +116,32 @@ def test_torch_is_limited_to_the_quota_unless_a_number_was_chosen(
         check=True,
     )
     assert json.loads(done.stdout) == [expected, 7]
+
+
+DYNAMIC_TEAMS = """
+import ctypes
+from kvkeep.runtime.worker import computes_in_caller, computes_in_worker, hosting
+
+openmp = ctypes.CDLL(None)
+
+def is_dynamic():
+    return openmp.omp_get_dynamic()
+
+if hasattr(openmp, "omp_get_dynamic"):
+    assert is_dynamic()
+    print(computes_in_worker(is_dynamic)(), computes_in_caller(is_dynamic)())
+    openmp.omp_set_dynamic(1)
+    with hosting(lambda call: None):
+        print(computes_in_worker(is_dynamic)())
+"""
+
+
+def test_openmp_starts_all_threads_that_a_computation_expects() -> None:
+    """With fewer, torch's bfloat16 products are wrong."""
+    done = subprocess.run(
+        [sys.executable, "-c", DYNAMIC_TEAMS],
+        env={**os.environ, "OMP_DYNAMIC": "true"},
+        capture_output=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) <= {b"0"}

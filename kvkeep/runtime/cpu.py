@@ -5,8 +5,9 @@ host, with a CPU quota of a few. More threads than the quota are stopped in the 
 and the others wait for them.
 """
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def limit_torch_threads(root: Path = Path("/")) -> None:
         most = min(most, usable_threads(root))
     if most < threads:
         torch.set_num_threads(most)
+
+
+def require_full_teams() -> None:
+    """Make OpenMP start as many threads as are expected, whenever the calling thread computes.
+
+    With OMP_DYNAMIC=true it starts fewer on a busy machine. Then torch's bfloat16 products are
+    wrong, and kernels wait for threads that do not exist. The setting is one of each thread.
+    """
+    if (set_dynamic := _omp_set_dynamic()) is not None:
+        set_dynamic(0)
+
+
+@cache
+def _omp_set_dynamic() -> Callable[[int], object] | None:
+    return getattr(ctypes.CDLL(None), "omp_set_dynamic", None)
 
 
 def _openmp_limit() -> int | None:

@@ -34,6 +34,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from kvkeep.runtime.cpu import require_full_teams
+
 OPENMP_TIMEOUT_SECONDS = 0.05  # without a step, after which a thread releases its OpenMP team
 _HOST_TIMEOUT_SECONDS = 0.02  # after which a step is offered to the module's thread, too
 _EXIT_SECONDS = 5.0  # in which a step that runs when the process ends can be completed
@@ -70,6 +72,7 @@ class _Job:
         try:
             if self.num_threads != torch.get_num_threads():
                 torch.set_num_threads(self.num_threads)
+            require_full_teams()
             self.result = self.call()
         except BaseException as error:
             self.error = error
@@ -155,6 +158,7 @@ class ComputeWorker:
             self.waiting_callers.add(caller)
             with self.lock:
                 self.waiting_callers.discard(caller)
+                require_full_teams()
                 try:
                     return call()
                 finally:
@@ -286,6 +290,7 @@ def _run_in_turn(
         if worker.in_host_thread:
             worker.run_waiting_jobs()
             with worker.lock:
+                require_full_teams()
                 return function(*args, **kwargs)
         return run(worker, partial(function, *args, **kwargs))
 
