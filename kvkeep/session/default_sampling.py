@@ -16,11 +16,14 @@ def model_sampling(generation_config: Mapping[str, Any], source: object) -> Samp
     """Return `DEFAULT_SAMPLING` with the parameters that a model's publisher recommends.
 
     generation_config: of transformers. A temperature of 0 is not taken over, since greedy decoding
-    repeats itself; nor is `do_sample`. source: what it was read from, for messages. Raises
-    BadModelFile for a parameter that is out of range.
+    repeats itself; nor is `do_sample`. A top_k of -1 stands for all tokens, as 0 does. source: what
+    it was read from, for messages. Raises BadModelFile for a parameter that is out of range.
     """
     parameters = {name: generation_config.get(name) for name in _RECOMMENDED_PARAMETERS}
     parameters["temperature"] = parameters["temperature"] or None
+    top_k = parameters["top_k"]
+    if top_k == -1 or (isinstance(top_k, float) and top_k.is_integer()):
+        parameters["top_k"] = max(0, int(top_k))
     try:
         return with_parameters(DEFAULT_SAMPLING, parameters)
     except InvalidArgument as error:

@@ -33,24 +33,31 @@ def test_a_recommended_temperature_of_zero_is_not_taken_over() -> None:
     assert model_sampling({"temperature": 0.0, "top_p": 0.5}, "x").temperature == 0.7
 
 
+@pytest.mark.parametrize(("top_k", "expected"), [(-1, 0), (0, 0), (-1.0, 0), (50.0, 50)])
+def test_a_recommended_top_k_of_minus_one_stands_for_all(top_k: float, expected: int) -> None:
+    sampling = model_sampling({"top_k": top_k}, "generation_config.json")
+    assert (sampling.top_k, type(sampling.top_k)) == (expected, int)
+
+
 @pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": "high"}, {"top_k": 1.5}])
 def test_an_invalid_recommendation_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(errors.BadModelFile, match=rf"generation_config.json: {next(iter(values))}"):
         model_sampling(values, "generation_config.json")
 
 
+@pytest.mark.parametrize(("top_k", "expected_top_k"), [(64, 64), (-1, 0), (-40, 0)])
 def test_a_gguf_file_recommends_by_its_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_k: int, expected_top_k: int
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
 
     def recommend(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.3)
-        writer.add_int32("general.sampling.top_k", 64)
+        writer.add_int32("general.sampling.top_k", top_k)
         writer.add_float32("general.sampling.penalty_repeat", 1.0)
 
     file = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=recommend)
-    expected = Sampling(0.3, 64, 0.95, 0.05, 1.0, 256)
+    expected = Sampling(0.3, expected_top_k, 0.95, 0.05, 1.0, 256)
     assert load_model(str(file), dtype="float32").default_sampling == expected
 
 

@@ -133,7 +133,7 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     """Return the contents of generation_config.json: end tokens, and recommended sampling."""
     eos_ids = eos_token_ids(file)
     sampling = {
-        name: file.integer(key) if name == "top_k" else file.rounded_number(key)
+        name: max(0, file.integer(key)) if name == "top_k" else file.rounded_number(key)
         for key, name in _SAMPLING_FIELDS.items()
         if file.has(key)
     }
