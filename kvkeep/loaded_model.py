@@ -113,13 +113,16 @@ class LoadedModel:
         weights with long prompts, does not.
         """
         device = self.decoder.new_cache().layout.device
-        on_cpu = device.type == "cpu"
-        cpu_capability = torch.backends.cpu.get_cpu_capability
+        on_cpu, processor = device.type == "cpu", device.type
+        if on_cpu:
+            processor = torch.backends.cpu.get_cpu_capability()
+        elif processor == "cuda":
+            processor = torch.cuda.get_device_name(device)
         return {
             "weights": self.weights,
             "packed weights": self.packed_digest,
             "kernels": self.decoder.executor.name,
-            "processor": cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
+            "processor": processor,
             "threads": str(torch.get_num_threads()) if on_cpu else "any",
             "torch": torch.__version__,
             "kvkeep": __version__,

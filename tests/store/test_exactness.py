@@ -118,6 +118,12 @@ def test_another_processor_or_release_is_reported(name: str, tmp_path: Path) -> 
     assert difference.startswith(f"{name}: another saved, ")
 
 
+def test_arithmetic_names_a_device_that_is_neither_a_cpu_nor_cuda() -> None:
+    tensors = {name: tensor.to("meta") for name, tensor in SMALL.decoder.tensors.items()}
+    model = Model("small", SMALL.folder, Decoder(SMALL.spec, tensors), SMALL.text)
+    assert model.arithmetic["processor"] == "meta"
+
+
 def test_rounded_cells_are_reported_also_when_they_are_saved_again_exactly(tmp_path: Path) -> None:
     session = SMALL.restore(saved_snapshot(SMALL, tmp_path, codec="int8"))
     assert session.exactness.differs == ("cells: rounded by codec int8",)
