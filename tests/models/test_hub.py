@@ -188,6 +188,22 @@ def test_unknown_repository_says_to_check_the_name(hub: HubServer, name: str) ->
     assert pulled_models() == []
 
 
+@pytest.mark.parametrize("are_disabled", [True, False])
+def test_progress_bars_of_other_downloads_stay_as_they_were(
+    hub: HubServer, are_disabled: bool
+) -> None:
+    from huggingface_hub import utils
+
+    (utils.disable_progress_bars if are_disabled else utils.enable_progress_bars)()
+    try:
+        for progress in (True, False):
+            with pytest.raises(ModelNotFound):
+                resolve("owner/nothing", progress=progress)
+            assert utils.are_progress_bars_disabled() == are_disabled
+    finally:
+        utils.enable_progress_bars()
+
+
 @pytest.mark.parametrize("name", ["owner/tiny", "owner/tiny:Q4_K_M"])
 def test_unreachable_hub_says_what_to_do_instead(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str

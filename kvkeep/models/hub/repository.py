@@ -201,10 +201,15 @@ def _format_sizes(models: "GgufModels") -> str:
 
 @contextmanager
 def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
-    """Show progress bars or not, and turn the hub's errors into ModelNotFound."""
+    """Show progress bars or not in the block, and turn the hub's errors into ModelNotFound."""
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
+    were_disabled = are_progress_bars_disabled()
     (enable_progress_bars if progress else disable_progress_bars)()
     try:
         yield
@@ -224,3 +229,6 @@ def _hub_request(repository: str, progress: bool = False) -> Iterator[None]:
             "HTTPS_PROXY and HF_ENDPOINT), or pull it on another machine, copy its files and run "
             "`kvkeep models add NAME PATH` here"
         ) from error
+    finally:
+        if were_disabled != are_progress_bars_disabled():
+            (disable_progress_bars if were_disabled else enable_progress_bars)()
