@@ -9,6 +9,7 @@ import torch
 
 from kvkeep import validation
 from kvkeep.cache import Bits
+from kvkeep.compiled.chunk import supports_attention
 from kvkeep.compiled.decoder import unsupported_reason
 from kvkeep.compiled.products import products_reason, prompt_products
 from kvkeep.errors import InvalidArgument, ModelNotFound
@@ -95,6 +96,8 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
     limitation, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     uses_kernels = not limitation or not products_reason(spec, layout)
+    layouts = [group_layout(spec, group, DTYPES[dtype], layout.device) for group in spec.groups]
+    attends_by_kernels = uses_kernels and all(map(supports_attention, layouts))
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHT_FORMATS)
         if weights != "bf16" and limitation:
@@ -140,7 +143,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         bytes_per_token=sum(nbytes for _, nbytes in matrices_read),
         decode=str(compute_path_of(spec, layout)),
         prefill=f"torch in {products_text}",
-        attention="compiled kernels" if uses_kernels else "torch",
+        attention="compiled kernels" if attends_by_kernels else "torch",
         thousand_cells={
             f"{bits or 8 * itemsize} bits": 1000 * Bits(bits).layouts(layout)[0].cell_bytes
             for bits in CELL_BITS

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache import LayerAttention, RaggedCells
+from kvkeep.cache import LayerAttention, Layout, RaggedCells
 from kvkeep.cache.step import ChunkStep, dispatch
 from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
@@ -20,13 +20,14 @@ def layer_attention(step: AnyStep) -> LayerAttention:
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
     layouts = [s.newest_segment.layout for s in (step, step.local_step) if s]
-    is_supported = all(
-        layout.device.type == "cpu"
-        and layout.dtype is torch.bfloat16
-        and layout.head_dim in c.HEAD_DIMS
-        for layout in layouts
-    )
+    is_supported = all(map(supports_attention, layouts))
     return chunk_attention(step, kernels) if is_supported else step.layer_attention
+
+
+def supports_attention(layout: Layout) -> bool:
+    """Whether the kernels compute the attention of a chunk to cells of a layout."""
+    on_cpu, is_bfloat16 = layout.device.type == "cpu", layout.dtype is torch.bfloat16
+    return on_cpu and is_bfloat16 and layout.head_dim in c.HEAD_DIMS
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:

@@ -86,6 +86,13 @@ def test_show_names_the_executors_and_the_reason(invoke, tiny_folder: Path) -> N
     assert list(cells) == ["32 bits", "8 bits", "8/4 bits", "4 bits"]
 
 
+def test_show_names_the_attention_of_a_head_size_without_kernels(
+    invoke, hybrid_folder: Path
+) -> None:
+    facts = facts_of(invoke, hybrid_folder)
+    assert (facts["head_dim"], facts["attention"]) == (16, "torch")
+
+
 def test_show_has_the_bytes_of_states_and_checkpoints(invoke, hybrid_folder: Path) -> None:
     asked = (hybrid_folder, "--dtype", "float32")
     shown, facts = invoke("models", "show", *asked).stdout, facts_of(invoke, *asked)
