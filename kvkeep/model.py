@@ -74,7 +74,7 @@ class Model(LoadedModel):
                 raise InvalidArgument("a snapshot includes the system prompt and all settings")
             system = saved_system(snapshot.notes)
         elif system is not None:
-            settings = self._keep_system(system, **settings)
+            settings = self._keep_system(validation.text("system", system), **settings)
         session = self.session(**settings) if snapshot is None else self.restore(snapshot)
         return Conversation(session, self.text, self.end_token_ids, system)
 
@@ -146,7 +146,9 @@ class Model(LoadedModel):
         session_policy.require_statistics()
         if bits is not None and _passed_names(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("pass either bits, or kv_bits and far_bits")
-        bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
+        if bits is None:
+            bits = Bits(bits_name(kv_bits), bits_name(far_bits))
+        validation.instance("bits", bits, Bits)
         session = Session(self, session_policy, prefill_step, store, bits)
         if keep_prompt:
             session.keep = WHOLE_PROMPT

@@ -210,6 +210,10 @@ def test_objects_of_the_wrong_type_are_refused() -> None:
         lambda: MODEL.session(64, policy="full").compress(2, method=["knorm"]),
         lambda: MODEL.session(64, store="folder"),
         lambda: MODEL.session(64, policy="archive", calibration="file"),
+        lambda: MODEL.session(64, bits="8"),  # of `kv_bits`
+        lambda: MODEL.session(64, bits=0),
+        lambda: MODEL.chat(5),
+        lambda: MODEL.chat(5, policy="full"),
         lambda: MODEL.restore({}),
         lambda: calibrate(MODEL, "text"),
         lambda: load_model(dtype=torch.bfloat16),

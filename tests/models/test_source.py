@@ -111,6 +111,12 @@ def test_unknown_name_lists_the_accepted_forms(own_home: Path, name: str) -> Non
     assert not own_home.exists()
 
 
+def test_a_name_that_no_path_can_have_is_not_found(own_home: Path) -> None:
+    for name in ("x" * 300, "./" + "x" * 300):
+        with pytest.raises(ModelNotFound, match="too long"):
+            resolve(name, progress=False)
+
+
 def test_unavailable_hub_model_raises_model_not_found(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

