@@ -24,7 +24,6 @@ from kvkeep.chat.written import FindWritten
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
-from kvkeep.models.text.template_files import template_source
 
 # Marks in a rendering where the unfinished message ends. Letters only: no template trims it.
 _CONTINUATION_MARK = "kvkeepgoeson"
@@ -105,7 +104,7 @@ class ChatRenderer:
     def output_format(self) -> OutputFormat:
         """The format in which the model writes its answers."""
         try:
-            source = template_source(self._codec.folder, with_tools=True)
+            source = self._codec.template_files.source(with_tools=True)
         except UnsupportedModel:
             source = ""
         return detect_format(source, self._codec.control_texts)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_CHARACTERS
 from kvkeep.server.schema_patterns import without_unsupported_patterns
 from kvkeep.server.schema_safety import require_safe_schema
@@ -49,7 +50,7 @@ class Grammar:
         """
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
         eos_ids = tuple(eos for eos in model.end_token_ids if eos < model.text.vocab_size)
-        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), eos_ids)
+        tokenizer = _llguidance_tokenizer(model.text, eos_ids)
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if problem := self._matcher.get_error():
             reason = _first_reason(problem)
@@ -226,10 +227,11 @@ def _merges_schemas(schema: Any) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _llguidance_tokenizer(path: str, eos_ids: tuple[int, ...]) -> LLTokenizer:
+def _llguidance_tokenizer(codec: TextCodec, eos_ids: tuple[int, ...]) -> LLTokenizer:
     """Return llguidance's tokenizer. It needs an end token: one is added if `eos_ids` is empty."""
+    tokenizer_json = codec.tokenizer.to_str()
     if eos_ids:
-        return LLTokenizer(path, eos_token=list(eos_ids))
-    tokenizer = Tokenizer.from_file(path)
+        return LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
+    tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.add_special_tokens([_SUBSTITUTE_EOS])
     return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_SUBSTITUTE_EOS))

@@ -174,8 +174,15 @@ def test_a_template_is_compiled_once_and_each_rendering_has_its_own_limits(
     for text in "abc":
         assert codec.chat([{"role": "user", "content": text}]) == f"{text}<|stop|>"
     assert len(compiled) == 1
-    template.write_text("{{ messages[0].content }}<|start|>")
-    assert codec.chat([{"role": "user", "content": "d"}]) == "d<|start|>"
+
+
+def test_a_chat_needs_no_files_after_the_first(codec: TextCodec) -> None:
+    """A server's model may be converted or pulled again, which removes its folder."""
+    (codec.folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    for path in (None, *codec.folder.iterdir()):
+        if path is not None:
+            path.unlink()
+        assert codec.chat([{"role": "user", "content": "a"}]) == "<s>a"
 
 
 # As in templates of Qwen3-Coder, Nemotron 3 and Gemma 4.

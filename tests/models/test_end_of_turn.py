@@ -96,7 +96,7 @@ def test_template_reveals_the_end_of_a_turn(
         config = {"bos_token": "<s>", "eos_token": "</s>"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert ends(text) == known | closing
+    assert ends(TextCodec.open(tmp_path)) == known | closing
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_template_reveals_the_ends_of_messages(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert not message_end_ids(small_spec(), text)
     (tmp_path / "chat_template.jinja").write_text(template)
+    text = TextCodec.open(tmp_path)
     found = {text.token_bytes(index).decode() for index in message_end_ids(small_spec(), text)}
     assert expected <= found
     assert not found - expected - ends(text) - {text.token_bytes(0).decode()}
@@ -154,7 +155,7 @@ def test_well_known_end_tokens_count_without_being_named(
     assert ends(text) == expected
     if "<|channel|>" in control:
         (tmp_path / "chat_template.jinja").write_text(HARMONY)
-        assert ends(text) == expected
+        assert ends(TextCodec.open(tmp_path)) == expected
 
 
 def test_answer_ends_at_the_tokenizer_s_end_token(tiny_folder: Path, tmp_path: Path) -> None:

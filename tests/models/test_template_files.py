@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.text.template_files import template_source
+from kvkeep.models.text.template_files import TemplateFiles
 from kvkeep.models.weights.export import export
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -53,8 +53,8 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 )
 def test_template_for_tools_is_read_wherever_it_is(tmp_path: Path, files: dict[str, Any]) -> None:
     write(tmp_path, files)
-    assert template_source(tmp_path) == "plain"
-    assert template_source(tmp_path, with_tools=True) == "tools"
+    assert TemplateFiles.read(tmp_path).source() == "plain"
+    assert TemplateFiles.read(tmp_path).source(with_tools=True) == "tools"
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_template_for_tools_is_read_wherever_it_is(tmp_path: Path, files: dict[s
 def test_single_template_is_used_with_and_without_tools(
     tmp_path: Path, files: dict[str, Any]
 ) -> None:
-    write(tmp_path, files)
-    assert template_source(tmp_path) == template_source(tmp_path, with_tools=True) == "plain"
+    template_files = TemplateFiles.read(write(tmp_path, files))
+    assert template_files.source() == template_files.source(with_tools=True) == "plain"
 
 
 def test_templates_saved_by_transformers_are_read(tmp_path: Path) -> None:
@@ -90,16 +90,16 @@ def test_templates_saved_by_transformers_are_read(tmp_path: Path) -> None:
 def test_errors_of_templates_do_not_tell_the_folder(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UnsupportedModel, match="no chat template") as missing:
-        template_source(tmp_path / "folder")
+        TemplateFiles.read(tmp_path / "folder").source()
     write(tmp_path / "folder", {"additional_chat_templates/tool_use.jinja": ""})
     path = tmp_path / "folder" / "additional_chat_templates" / "tool_use.jinja"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(BadModelFile, match=r"tool_use\.jinja cannot be read") as damaged:
-        template_source(tmp_path / "folder")
+        TemplateFiles.read(tmp_path / "folder").source()
     path.unlink()
     path.mkdir()
     with pytest.raises(BadModelFile, match=r"tool_use\.jinja cannot be read") as wrong_kind:
-        template_source(tmp_path / "folder")
+        TemplateFiles.read(tmp_path / "folder").source()
     for error in (missing, damaged, wrong_kind):
         assert str(tmp_path) not in str(error.value)
 
@@ -118,6 +118,6 @@ def test_gguf_conversion_and_export_keep_named_templates(tmp_path: Path) -> None
     convert(path, tmp_path / "converted", False)
     export(tmp_path / "converted", tmp_path / "exported", torch.float32)
     for folder in (tmp_path / "converted", tmp_path / "exported"):
-        assert template_source(folder) == "plain"
-        assert template_source(folder, with_tools=True) == "tools"
+        assert TemplateFiles.read(folder).source() == "plain"
+        assert TemplateFiles.read(folder).source(with_tools=True) == "tools"
         assert len(list(folder.rglob("*.jinja"))) == 2

@@ -124,7 +124,7 @@ def test_template_is_read_from_the_tokenizer_config(with_template: TextCodec) ->
     assert with_template.chat(HI) == "<s>Hi there"
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": template}]
     path.write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
-    assert with_template.chat(HI) == "Hi there</s>"
+    assert TextCodec.open(with_template.folder).chat(HI) == "Hi there</s>"
 
 
 def test_templates_have_the_helpers_of_transformers(with_template: TextCodec) -> None:
@@ -233,7 +233,7 @@ def test_unreadable_template_raises_bad_model_file(with_template: TextCodec) -> 
         text = json.dumps({"chat_template": value})
         (with_template.folder / "tokenizer_config.json").write_text(text)
         with pytest.raises(UnsupportedModel, match="no chat template"):
-            with_template.chat(HI)
+            TextCodec.open(with_template.folder).chat(HI)
 
 
 def test_long_conversation_is_within_the_sandbox_limits(with_template: TextCodec) -> None:
@@ -252,7 +252,7 @@ def test_missing_template_suggests_a_remedy(with_template: TextCodec) -> None:
         with_template.chat(HI)
     (with_template.folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UnsupportedModel, match="line 1"):
-        with_template.chat(HI)
+        TextCodec.open(with_template.folder).chat(HI)
 
 
 @pytest.mark.parametrize("message", [{}, {"role": "user"}, {"role": 1, "content": "x"}])

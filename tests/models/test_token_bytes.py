@@ -116,6 +116,8 @@ def test_added_tokens_have_their_text_as_bytes(codecs: Callable[[str], TextCodec
 
 def test_ids_beyond_the_vocabulary_have_no_bytes(codecs: Callable[[str], TextCodec]) -> None:
     codec = codecs("smollm2")
-    assert codec.token_bytes(10**6) == b""
+    for token in (10**6, 2**32, 2**40):
+        assert codec.token_bytes(token) == b""
+        assert codec.decode([token]) == ""
     with pytest.raises(InvalidArgument, match="-1"):
         codec.token_bytes(-1)

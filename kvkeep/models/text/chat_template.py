@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.text.template_files import TEMPLATE_FILE, tokenizer_config
+from kvkeep.models.text.template_files import TEMPLATE_FILE
 from kvkeep.models.text.template_texts import TemplateTexts
 
 if TYPE_CHECKING:
@@ -27,19 +26,19 @@ _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 
 
 def render_chat(
-    folder: Path,
+    tokenizer_config: Mapping[str, Any],
     texts: TemplateTexts,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages and tools, checked before, with a chat template of the model in `folder`.
+    """Render messages and tools, checked before, with a model's chat template.
 
     texts: the template; it converts the texts that it and the tokenizer's config state.
     template_kwargs: more variables for the template, not those above.
 
-    Raises UnsupportedModel without a valid template, BadModelFile if it cannot be read, and
+    Raises UnsupportedModel without a valid template, BadModelFile for an invalid special token, and
     InvalidArgument if it refuses the messages or fails on them, or for a reserved name.
     """
     from jinja2 import TemplateError
@@ -50,7 +49,7 @@ def render_chat(
             "it; use another field of the request, or leave it out"
         )
     template = _compile(texts, len(messages))
-    special_tokens = _special_tokens(tokenizer_config(folder))
+    special_tokens = _special_tokens(tokenizer_config)
     try:
         variables = {
             "documents": None,

@@ -14,8 +14,8 @@ from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens, encoded_ids
 from kvkeep.models.text.tekken import correct_words
-from kvkeep.models.text.template_files import template_source
-from kvkeep.models.text.token_bytes import TokenBytes
+from kvkeep.models.text.template_files import TemplateFiles
+from kvkeep.models.text.token_bytes import MAX_TOKEN_ID, TokenBytes
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not (or not yet) a character
 # Tokens after which incomplete text is returned: a character has at most 4 bytes, so it is noise.
@@ -102,6 +102,7 @@ class TextCodec:
         """Return the text of token ids, "" of ids beyond the vocabulary. Negative ids raise."""
         if any(token < 0 for token in ids):
             raise InvalidArgument(f"token ids must be 0 or more, found {min(ids)}")
+        ids = [token for token in ids if token <= MAX_TOKEN_ID]
         valid_ids = self._token_bytes.replace_invalid_byte_tokens(ids)
         return self.tokenizer.decode(valid_ids, skip_special_tokens=skip_special)
 
@@ -158,11 +159,11 @@ class TextCodec:
         """
         control_tokens, checked = self._control_tokens, checked_messages(messages)
         tool_list = checked_tools(tools)
-        source = template_source(self.folder, with_tools=tools is not None)
+        source = self.template_files.source(with_tools=tools is not None)
         texts = control_tokens.template_texts(source)
         try:
             rendered = render_chat(
-                self.folder,
+                self.template_files.tokenizer_config,
                 texts,
                 control_tokens.with_placeholders(checked),
                 add_generation_prompt,
@@ -180,6 +181,11 @@ class TextCodec:
         For text that no user wrote, to add to the result of `chat`.
         """
         return self._control_tokens.chat_text(text)
+
+    @cached_property
+    def template_files(self) -> TemplateFiles:
+        """The model's templates, read once: the folder may be removed. Raises BadModelFile."""
+        return TemplateFiles.read(self.folder)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:

@@ -6,8 +6,9 @@ Older ones state them in tokenizer_config.json, and multimodal ones in chat_temp
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.spec.config_fields import read_json
@@ -18,26 +19,32 @@ DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 _CONFIG_FILE, _PROCESSOR_FILE = "tokenizer_config.json", "chat_template.json"
 
 
-def template_source(folder: Path, with_tools: bool = False) -> str:
-    """Return the chat template of the model in `folder`; with tools, the one for tools if it has.
+@dataclass(frozen=True)
+class TemplateFiles:
+    """A model's chat templates by name, and the contents of tokenizer_config.json, if any."""
 
-    Raises UnsupportedModel without one, BadModelFile if it cannot be read.
-    """
-    templates = _templates_by_name(folder)
-    source = templates.get(TOOL_USE) if with_tools else None
-    source = templates.get(DEFAULT) if source is None else source
-    if source is None:
-        raise UnsupportedModel(
-            f"the model has no chat template ({TEMPLATE_FILE}, or chat_template in "
-            f"{_CONFIG_FILE}); use it without a chat template, use its instruct version, or put "
-            f"{TEMPLATE_FILE} into its folder"
-        )
-    return source
+    templates: Mapping[str, str]
+    tokenizer_config: Mapping[str, Any]
 
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the files of a model's folder. Raises BadModelFile if one cannot be read."""
+        return cls(_templates_by_name(folder), _read_json_or_empty(folder / _CONFIG_FILE))
 
-def tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    """Return the contents of tokenizer_config.json, empty without the file."""
-    return _read_json_or_empty(folder / _CONFIG_FILE)
+    def source(self, with_tools: bool = False) -> str:
+        """Return the chat template; with tools, the one for tools if there is one.
+
+        Raises UnsupportedModel without a template.
+        """
+        source = self.templates.get(TOOL_USE) if with_tools else None
+        source = self.templates.get(DEFAULT) if source is None else source
+        if source is None:
+            raise UnsupportedModel(
+                f"the model has no chat template ({TEMPLATE_FILE}, or chat_template in "
+                f"{_CONFIG_FILE}); use it without a chat template, use its instruct version, or "
+                f"put {TEMPLATE_FILE} into its folder"
+            )
+        return source
 
 
 def _templates_by_name(folder: Path) -> dict[str, str]:

@@ -18,8 +18,10 @@ _WIDE_FORMAT = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|[:.][^{}]*\d{4}|\{[^{}]*\{"
 _MAX_WIDTH = 1000  # of an indentation, and digits of a rounded number
 # Filters and methods with arguments that set a size: a width, a number of items or of digits.
 _SIZED = frozenset(
-    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes")
-    + ("truncate", "zfill")
+    (
+        *("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"),
+        *("to_bytes", "truncate", "zfill"),
+    )
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
+MAX_TOKEN_ID = 2**32 - 1  # that the tokenizers library takes
 _PRECEDING_TOKEN = "x"  # decoded before a token; no decoder step changes it
 # Decoder steps that convert a token to bytes, and the one from which steps see the whole text.
 _BYTE_LEVEL, _BYTE_FALLBACK, _WHOLE_TEXT = "ByteLevel", "ByteFallback", "Fuse"
@@ -69,7 +70,7 @@ class TokenBytes:
         return result
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        text = self._tokenizer.id_to_token(token_id)
+        text = self._tokenizer.id_to_token(token_id) if token_id <= MAX_TOKEN_ID else None
         if text is None:
             return b""
         if self._is_byte_level:

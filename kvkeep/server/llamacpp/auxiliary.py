@@ -12,7 +12,6 @@ from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.errors import NoSuchSession, UnsupportedModel
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.text.template_files import template_source
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.limits import Data, LongText, Messages, ShortText, TokenIds, Tools
@@ -98,7 +97,7 @@ async def props(context: ContextDep) -> dict[str, Any]:
     """Return the server's properties, which clients read first."""
     service, tokenizer, sampling = context.service, context.tokenizer, context.default_sampling
     try:
-        template = template_source(tokenizer.folder)
+        template = tokenizer.template_files.source()
     except UnsupportedModel:
         template = ""
     return {

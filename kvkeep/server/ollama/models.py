@@ -14,7 +14,6 @@ from starlette.requests import Request as HttpRequest
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.text.fill_in_middle import FillInMiddle
-from kvkeep.models.text.template_files import template_source
 from kvkeep.server.body_route import body_router
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import ShortText
@@ -61,7 +60,7 @@ async def show(body: ShowRequest, context: ContextDep) -> dict[str, Any]:
     if name.removesuffix(_TAG) != service.model_name.removesuffix(_TAG):
         raise _no_model_error(name, service)
     try:
-        template = template_source(context.tokenizer.folder)
+        template = context.tokenizer.template_files.source()
     except UnsupportedModel:
         template = ""
     family = _family(service)
