@@ -66,6 +66,7 @@ _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain fil
 # Headers of responses that browsers may show to pages of allowed origins.
 EXPOSED_HEADERS = (IGNORED_HEADER, WARNING_HEADER, RULES_HEADER, "Retry-After", "ETag")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_NO_CACHE = {"Cache-Control": "no-cache"}
 _router, _page_router = APIRouter(), APIRouter(include_in_schema=False)
 
 
@@ -79,6 +80,14 @@ class _Application(FastAPI):
         for schema_name in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(schema_name, None)
         return document
+
+
+class _PageFiles(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        """Have browsers check each file: those of two versions do not work together."""
+        response = super().file_response(*arguments, **options)
+        response.headers.update(_NO_CACHE)
+        return response
 
 
 def application(
@@ -103,7 +112,7 @@ def application(
         _page_router,
     ):
         app.include_router(router)
-    app.mount("/page", GZipMiddleware(StaticFiles(directory=_PAGE_FOLDER)))
+    app.mount("/page", GZipMiddleware(_PageFiles(directory=_PAGE_FOLDER)))
     for error_type in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
     inner_app = TransportMiddleware(middleware(NoticesMiddleware(app)))
@@ -121,7 +130,7 @@ def application(
 
 @_page_router.get("/")
 async def page() -> Response:
-    return FileResponse(_PAGE_FOLDER / "index.html", headers={"Cache-Control": "no-cache"})
+    return FileResponse(_PAGE_FOLDER / "index.html", headers=_NO_CACHE)
 
 
 @_page_router.get("/favicon.ico")

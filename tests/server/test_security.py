@@ -94,6 +94,16 @@ def test_the_policy_of_the_web_ui_allows_its_own_files_alone(server: RunningServ
     assert not re.search(r"<[^>]+\s(on\w+|style)=", page.text)
 
 
+def test_browsers_check_the_files_of_the_web_ui_each_time(server: RunningServer) -> None:
+    """A file of another version would not work with the others."""
+    with server.client() as client:
+        for path in ("/", "/page/main.js", "/page/vendor/marked.js"):
+            response = client.get(path)
+            assert response.headers["cache-control"] == "no-cache"
+        again = client.get(path, headers={"If-None-Match": response.headers["etag"]})
+        assert (again.status_code, again.headers["cache-control"]) == (304, "no-cache")
+
+
 def test_files_of_the_web_ui_are_sent_compressed(server: RunningServer) -> None:
     with server.client() as client:
         whole, small = (
