@@ -1,6 +1,6 @@
 // Markdown as elements: parsed by marked, cleaned by DOMPurify, coloured by highlight.js.
 
-import { h } from "./dom.js";
+import { fill, h } from "./dom.js";
 import { marked } from "./vendor/marked.js";
 import "./vendor/purify.js";
 
@@ -13,6 +13,23 @@ const CLEAN = {
   RETURN_DOM_FRAGMENT: true,
 };
 
+/** @param {string} text */
+const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+
+// HTML is shown as it was written, apart from line breaks and small print; an image by its text and its URL.
+marked.use({
+  tokenizer: {
+    html() {},
+    tag(/** @type {string} */ source) {
+      const text = /^<(?:br ?\/?|\/?su[bp])>/i.exec(source)?.[0];
+      return text ? { type: "html", raw: text, text, inLink: false, inRawBlock: false, block: false } : undefined;
+    },
+  },
+  renderer: {
+    image: (/** @type {{href: string, text: string}} */ { href, text }) => `${escaped(text)} (<a href="${escaped(href)}">${escaped(href)}</a>)`,
+  },
+});
+
 /** @type {any} */
 const purify = /** @type {any} */ (globalThis).DOMPurify;
 
@@ -22,9 +39,13 @@ const purify = /** @type {any} */ (globalThis).DOMPurify;
  * @returns {HTMLElement}
  */
 export function markdown(text, final = true) {
-  const html = marked.parse(text, { async: false, gfm: true, breaks: true });
   const element = h("div", { class: "markdown" });
-  element.append(purify.sanitize(html, CLEAN)); // no images: they would be loaded from other hosts
+  try {
+    const html = marked.parse(text, { async: false, gfm: true, breaks: true });
+    element.append(purify.sanitize(html, CLEAN)); // no images: they would be loaded from other hosts
+  } catch {
+    fill(element, h("div", { class: "plain" }, text)); // quotes or lists nested deeper than the browser's stack
+  }
   for (const link of element.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";

@@ -43,14 +43,14 @@ export function wordsLink(memory, { start, end }) {
 }
 
 /** @param {Part} part @param {(HTMLElement | null)[]} buttons */
-function partElement({ role, text }, buttons) {
+function partElement({ role, text, reasoning }, buttons) {
   const bar = h("div", { class: "message-bar" }, copyButton(() => text), buttons);
-  return h("article", { class: `message ${role}`, "aria-label": ROLE_NAMES[role] }, contentOf(role, text), bar);
+  return h("article", { class: `message ${role}`, "aria-label": ROLE_NAMES[role] }, contentOf(role, text, reasoning), bar);
 }
 
-/** @param {Part["role"]} role @param {string} text */
-function contentOf(role, text) {
-  if (role === "answer") return h("div", { class: "content" }, answerElements(text, true));
+/** @param {Part["role"]} role @param {string} text @param {Part["reasoning"]} reasoning */
+function contentOf(role, text, reasoning) {
+  if (role === "answer") return h("div", { class: "content" }, answerElements(text, true, reasoning));
   if (role === "question") return questionContent(text);
   return folded(role === "tool" ? `Tool result` : ROLE_NAMES[role], text, role === "text");
 }
@@ -59,9 +59,9 @@ function contentOf(role, text) {
 /** @param {string} text */
 const questionContent = (text) => h("div", { class: "content" }, splitFences(text).map((piece) => (piece.isCode ? markdown(piece.text) : h("div", { class: "plain" }, piece.text))));
 
-/** @param {string} text @param {boolean} final */
-function answerElements(text, final) {
-  return splitAnswer(text).map((piece) => {
+/** @param {string} text @param {boolean} final @param {Part["reasoning"]} [reasoning] */
+function answerElements(text, final, reasoning) {
+  return splitAnswer(text, reasoning).map((piece) => {
     if (piece.kind === "text") return markdown(piece.text, final);
     if (piece.kind === "tool") return folded(`Tool call: ${toolName(piece.text)}`, piece.text, false);
     return folded(piece.open && !final ? "Reasoning..." : "Reasoning", piece.text, false);

@@ -1,14 +1,49 @@
 // What an answer's text consists of: reasoning, tool calls, and what is said.
 
-/** @typedef {{kind: "reasoning" | "tool" | "text", text: string, open: boolean}} Piece */
+/** @typedef {{kind: "reasoning" | "tool" | "text", text: string, open: boolean}} Piece  open: whether a block has not ended, as in an answer that is being generated. */
 
-const BLOCKS = /<(think|thinking|reasoning|tool_call|tool_response)>([\s\S]*?)(?:<\/\1>|$)/g;
+// Code, in which tags are no blocks, or a block.
+const BLOCKS = /^[ \t>]*(`{3,})[\s\S]*?(?:\1|(?![\s\S]))|(`+)[^`\n]+\2|<(tool_call|tool_response)>(\s*[{[<][\s\S]*?)(?:<\/\3>|(?![\s\S]))/gm;
+const LEADING = /^\s*<(think|thinking|reasoning)>([\s\S]*?)(?:<\/\1>|$)/;
+const UNOPENED_END = /\n[ \t]*<\/(?:think|thinking|reasoning)>[ \t]*(?=\n|$)/;
+// Marks around the reasoning that the server names.
+const PIPED = String.raw`(?:<\|(?:start|channel)\|?>\w*|<\|\w+\|>)`;
+const BEGIN_MARK = new RegExp(String.raw`(?:${PIPED}+|<\w+>|\[[A-Z]+\]|Here is my thought process:)\s*$`);
+const END_MARK = new RegExp(String.raw`^\s*(?:<\/\w+>|\[\/[A-Z]+\]|<\w+\|>|Here is my response:|)${PIPED}*`);
+
+/** @typedef {{before: string, thought: string, after: string, open: boolean}} Reasoned  A text with its reasoning apart. */
 
 /**
- * Splits an answer into its pieces. open: whether a block has not ended, as in an answer that is being generated.
- * @param {string} text @returns {Piece[]}
+ * Returns the reasoning that a text begins with. The template may have written the mark before it.
+ * @param {string} text @returns {Reasoned}
  */
-export function splitAnswer(text) {
+function leadingReasoning(text) {
+  const leading = LEADING.exec(text);
+  if (leading) return { before: "", thought: leading[2], after: text.slice(leading[0].length), open: !leading[0].endsWith(`</${leading[1]}>`) };
+  const end = UNOPENED_END.exec(text);
+  const thought = text.slice(0, end?.index ?? 0);
+  const isInCode = thought.split(/^[ \t]*```/m).length % 2 === 0;
+  if (!end || isInCode || /<(think|reasoning)/.test(thought)) return { before: "", thought: "", after: text, open: false };
+  return { before: "", thought, after: text.slice(end.index + end[0].length), open: false };
+}
+
+/** @param {string} text @param {{from: number, to: number}} reasoning @returns {Reasoned} */
+const namedReasoning = (text, { from, to }) => ({ before: text.slice(0, from).replace(BEGIN_MARK, ""), thought: text.slice(from, to), after: text.slice(to).replace(END_MARK, ""), open: false });
+
+/**
+ * Splits an answer into its pieces.
+ * @param {string} text @param {{from: number, to: number}} [reasoning] where the server says that it is
+ * @returns {Piece[]}
+ */
+export function splitAnswer(text, reasoning) {
+  const { before, thought, after, open } = reasoning ? namedReasoning(text, reasoning) : leadingReasoning(text);
+  /** @type {Piece[]} */
+  const thoughts = thought.trim() ? [{ kind: "reasoning", text: thought.trim(), open }] : [];
+  return [...splitSaid(before), ...thoughts, ...splitSaid(after)];
+}
+
+/** @param {string} text without reasoning @returns {Piece[]} */
+function splitSaid(text) {
   /** @type {Piece[]} */
   const pieces = [];
   let end = 0;
@@ -17,9 +52,9 @@ export function splitAnswer(text) {
     if (said.trim()) pieces.push({ kind: "text", text: said, open: false });
   };
   for (const match of text.matchAll(BLOCKS)) {
+    if (!match[3]) continue;
     say(text.slice(end, match.index));
-    const kind = match[1].startsWith("tool") ? "tool" : "reasoning";
-    if (match[2].trim()) pieces.push({ kind, text: match[2].trim(), open: !match[0].endsWith(`</${match[1]}>`) });
+    pieces.push({ kind: "tool", text: match[4].trim(), open: !match[0].endsWith(`</${match[3]}>`) });
     end = match.index + match[0].length;
   }
   say(text.slice(end));

@@ -3,7 +3,7 @@
 import { MARKER, messageTurns, wholeMessage, withTurnInProgress } from "./message_turns.js";
 
 /** @typedef {"system" | "question" | "answer" | "tool" | "text"} Role */
-/** @typedef {{label: string, role: Role, start: number, end: number, text: string}} Part */
+/** @typedef {{label: string, role: Role, start: number, end: number, text: string, reasoning?: {from: number, to: number}}} Part  reasoning: where it is in the text, if the server says so. */
 /** @typedef {{label: string, number: number, start: number, end: number, parts: Part[]}} Turn */
 /** @typedef {{standing: string, tokens: number, cells: number}} Share */
 
@@ -70,7 +70,8 @@ function namedTurns(spans, texts) {
     const { start, end } = spans[label];
     const [question, answer] = [spans[`${label} question`], spans[`${label} answer`]];
     const asked = part(`${label} question`, "question", start, answer?.start ?? end);
-    return { label, number, start, end, parts: [...asked, ...part(`${label} answer`, "answer", question?.end ?? start, end)] };
+    const answered = part(`${label} answer`, "answer", question?.end ?? start, end).map((own) => withReasoning(own, texts, spans[`${label} reasoning`]));
+    return { label, number, start, end, parts: [...asked, ...answered] };
   });
   // The opening is what a template writes by itself: it has no text that was said.
   const label = spans.system ? "system" : "opening";
@@ -88,6 +89,13 @@ function namedTurns(spans, texts) {
 export function openingText({ spans: { opening } }, texts) {
   const text = opening ? joined(texts, opening.start, opening.end) : "";
   return text.replace(MARKER, "").replace(/<[^<>]*>/g, "").trim();
+}
+
+/** @param {Part} part @param {string[]} texts @param {Span | undefined} span @returns {Part} */
+function withReasoning(part, texts, span) {
+  if (!span || span.start < part.start || span.end > part.end) return part;
+  const from = joined(texts, part.start, span.start).length;
+  return { ...part, reasoning: { from, to: from + joined(texts, span.start, span.end).length } };
 }
 
 /** @param {string[]} texts @param {number} start @param {number} end */
