@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
-const { BROKEN_OFF, streamEvents } = await import(`${FILES}/api.js`);
+const { BROKEN_OFF, keyProblem, streamEvents } = await import(`${FILES}/api.js`);
 const { goneText, joinedDraft } = await import(`${FILES}/chat_empty.js`);
 
 test("a stream that breaks off is an error in plain words", async () => {
@@ -28,4 +28,9 @@ test("the draft of a conversation that is gone comes before that of a new one", 
   const draft = (text, ...names) => ({ text, files: names.map((name) => ({ name, text: "" })) });
   assert.deepEqual(joinedDraft(draft("Old", "a"), draft("New", "b")), draft("Old\n\nNew", "a", "b"));
   assert.deepEqual([joinedDraft(draft(""), draft("New")), joinedDraft(draft("Old"), draft(""))], [draft("New"), draft("Old")]);
+});
+
+test("a key that no header can have is refused", () => {
+  assert.equal(keyProblem("kv-0aZ"), "");
+  assert.match(keyProblem("a–b"), /^A key has/);
 });

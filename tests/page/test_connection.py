@@ -151,3 +151,56 @@ def test_an_answer_that_still_arrives_is_said_not_to_be_lost(
     expect(note).to_contain_text("does not answer")
     page.unroute_all()
     expect(note).to_be_hidden()
+
+
+def test_a_page_that_is_hidden_holds_no_connection(page: Page, server: RunningServer) -> None:
+    """Once it is shown again, it has what it missed."""
+    create(server, "hidden")
+    page.goto("/#/chat/hidden")
+    expect(page.locator(".turn")).to_have_count(1)
+    with page.expect_event("requestfailed", lambda failed: failed.url.endswith("/v1/events")):
+        set_hidden(page, True)
+    turn = {"content": "And of Italy?", "max_tokens": 1, "temperature": 0}
+    with server.client() as client:
+        client.post("/v1/sessions/hidden/turns", json=turn).raise_for_status()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.get_by_role("alert")).to_be_hidden()
+    set_hidden(page, False)
+    expect(page.locator(".turn")).to_have_count(2)
+
+
+def set_hidden(page: Page, hidden: bool) -> None:
+    script = """(hidden) => {
+        Object.defineProperty(document, "hidden", { configurable: true, value: hidden });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.evaluate(script, hidden)
+
+
+def test_a_page_whose_first_request_fails_tries_again(page: Page) -> None:
+    page.route("**/v1/page", lambda route: route.abort())
+    page.reload()
+    expect(page.locator("#status")).to_have_text("The server does not answer. Trying again.")
+    page.unroute_all()
+    expect(page.locator("#words")).to_be_focused()
+    expect(page.locator("#status")).to_be_empty()
+
+
+def test_a_key_that_a_restarted_server_refuses_is_asked_for_again(
+    page: Page, server: RunningServer
+) -> None:
+    """One that no header can have is refused in the dialog."""
+    refused = {"error": {"message": "The API key is missing or not valid."}}
+    page.route("**/v1/events", lambda route: route.fulfill(status=401, json=refused))
+    end_events(page, server)
+    dialog = page.locator("dialog")
+    expect(dialog).to_contain_text("API key required")
+    expect(page.locator("#gone")).to_contain_text("refuses this page's API key")
+    dialog.locator("input").fill("a\N{EN DASH}b")
+    dialog.get_by_role("button", name="Continue").click()
+    expect(dialog.locator("input:invalid")).to_have_count(1)
+    dialog.locator("input").fill("a-b")
+    page.unroute_all()
+    dialog.get_by_role("button", name="Continue").press("Enter")
+    expect(page.locator("#about")).to_contain_text("live")
+    expect(dialog).to_have_count(0)

@@ -29,12 +29,15 @@ export function nullIfMissing(error) {
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
 /** @param {string} key */
-export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const setKey = (key) => sessionStorage.setItem(KEY, key.trim());
+
+/** Returns why a text cannot be an API key; "" if it can: headers have no other characters. @param {string} key */
+export const keyProblem = (key) => (/^[ -~]*$/.test(key) ? "" : "A key has letters, digits and signs of ASCII alone: copy it again.");
 
 /** @param {Record<string, string>} [headers] @returns {Record<string, string>} */
 function withKey(headers) {
   const key = sessionStorage.getItem(KEY);
-  return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...headers };
+  return { ...(key && !keyProblem(key) ? { Authorization: `Bearer ${key}` } : {}), ...headers };
 }
 
 /** @typedef {{headers?: Record<string, string>, signal?: AbortSignal, onOpen?: () => void}} Options  onOpen: called when a stream begins. */

@@ -33,23 +33,40 @@ let live = false;
 /** Whether the server answers; while it does not, nothing is polled. */
 export const isLive = () => live;
 
-// Follows the server's operations, reconnecting for ever. onState receives "live" or "not connected".
-/** @param {(state: string) => void} onState */
+// Resolves once the page is in view. Returns whether it had to wait.
+async function waitUntilShown() {
+  if (!document.hidden) return false;
+  await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+  await waitUntilShown();
+  return true;
+}
+
+export const KEY_REFUSED = "key refused";
+
+/**
+ * Follows the server's operations while the page is in view, reconnecting for ever: a browser has few connections to a host, for all its tabs.
+ * Ends once the server refuses the API key.
+ * @param {(state: string) => void} onState  receives "live", "not connected" or KEY_REFUSED
+ */
 export async function followOperations(onState) {
-  let failures = 0;
+  let [failures, isAgain] = [0, false];
   const onOpen = () => {
-    const isAgain = failures > 0;
     [live, failures] = [true, 0];
     onState("live");
     if (isAgain) for (const listener of listeners) listener(null); // operations may have been missed
   };
-  for (;;) {
+  for (;; isAgain = true) {
+    isAgain = (await waitUntilShown()) || isAgain;
+    const ended = new AbortController();
+    document.addEventListener("visibilitychange", () => document.hidden && ended.abort(), { signal: ended.signal });
     try {
-      for await (const [, operation] of streamEvents("GET", "/v1/events", null, { onOpen })) dispatch(operation);
+      for await (const [, operation] of streamEvents("GET", "/v1/events", null, { onOpen, signal: ended.signal })) dispatch(operation);
     } catch (error) {
-      if (error instanceof ApiError && error.status === 401) return;
+      if (error instanceof ApiError && error.status === 401) return onState(KEY_REFUSED);
     }
     live = false;
+    if (ended.signal.aborted) continue;
+    ended.abort();
     onState("not connected");
     await new Promise((resolve) => setTimeout(resolve, Math.min(LONGEST_WAIT, 1000 * 2 ** failures)));
     failures += 1;

@@ -1,11 +1,11 @@
 // The entry point: routes URL hashes to views.
 
-import { ApiError, BROKEN_OFF, get, isReceiving, messageOf, NO_ANSWER, setKey } from "./api.js";
+import { ApiError, BROKEN_OFF, get, isReceiving, keyProblem, messageOf, NO_ANSWER, setKey } from "./api.js";
 import { byId, fill, h, markCurrent, promptDialog, showStatus, statusText } from "./dom.js";
 import { chat } from "./chat.js";
 import { storeDrafts } from "./chat_place.js";
 import { conversations } from "./conversations.js";
-import { followOperations } from "./live.js";
+import { followOperations, KEY_REFUSED } from "./live.js";
 import { undoByKey } from "./undo_button.js";
 
 /** @typedef {(container: any, view: View) => Promise<void>} ShowView */
@@ -29,6 +29,7 @@ let hasFailedModule = false;
 let isUnanswered = false; // whether the view could not be shown, as the server did not answer
 /** @type {PageSettings} */
 let settings = { edits: false, model: "" };
+const RETRY_EVERY = 1000; // milliseconds
 
 /** @param {boolean} focus whether the content gets it */
 async function showView(focus) {
@@ -107,7 +108,8 @@ function showConnection(connection, state) {
   const [gone, isLive] = [byId("gone"), state === "live"];
   const isBack = isLive && !gone.hidden;
   connection.textContent = state;
-  explainGone();
+  if (state === KEY_REFUSED) askForKey();
+  explainGone(state === KEY_REFUSED ? NEEDS_KEY : undefined);
   gone.hidden = isLive;
   if (isBack && [NO_ANSWER, BROKEN_OFF].includes(statusText() || "")) showStatus("");
   if (isBack && isUnanswered) tryAgain();
@@ -116,7 +118,9 @@ function showConnection(connection, state) {
 const GONE = "The server does not answer: trying again. What you see may be outdated.";
 const CLOSING = "The server may be shutting down or restarting; the answer still arrives.";
 
-const explainGone = () => (byId("gone").textContent = isReceiving() ? CLOSING : GONE);
+const NEEDS_KEY = "The server refuses this page's API key: load the page again to enter another one.";
+
+const explainGone = (text = isReceiving() ? CLOSING : GONE) => (byId("gone").textContent = text);
 
 // A chat draws itself before it asks the server.
 /** @param {boolean} isChat */
@@ -125,7 +129,7 @@ const containerOf = (isChat) => h("div", {}, isChat ? null : h("p", { class: "hi
 const messageBox = () => document.getElementById("words");
 
 async function askForKey() {
-  const fields = [{ name: "key", label: "API key", kind: "password", required: true }];
+  const fields = [{ name: "key", label: "API key", kind: "password", required: true, problem: keyProblem }];
   const values = await promptDialog("API key required", fields, "Continue");
   if (values) {
     setKey(values.key);
@@ -133,13 +137,22 @@ async function askForKey() {
   }
 }
 
-async function start() {
-  try {
-    settings = await get("/v1/page");
-  } catch (error) {
-    if (error instanceof ApiError && error.status === 401) return askForKey();
-    showStatus(messageOf(error), true);
+// Loads what the server says about itself, however long it takes to answer. Returns false if it wants an API key.
+async function loadSettings() {
+  for (;;) {
+    try {
+      settings = await get("/v1/page");
+      return true;
+    } catch (error) {
+      if (error instanceof ApiError && error.status === 401) return false;
+      showStatus(`${messageOf(error)} Trying again.`, true);
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_EVERY));
   }
+}
+
+async function start() {
+  if (!(await loadSettings())) return askForKey();
   const connection = h("span", { class: "state" });
   fill(byId("about"), `${settings.model}${settings.edits ? "" : ", read-only"} `, connection);
   window.addEventListener("hashchange", () => showView(true));
@@ -153,7 +166,7 @@ async function start() {
   });
   document.addEventListener("keydown", undoByKey);
   document.addEventListener("click", onClick);
-  document.addEventListener("streams", explainGone);
+  document.addEventListener("streams", () => explainGone());
   followOperations((state) => showConnection(connection, state));
   conversations(byId("conversations"), settings.edits);
   await showView(false);
