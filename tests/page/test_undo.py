@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from page.test_chat import box, settings
 from playwright.sync_api import Page, expect
 from server.conftest import RunningServer
 
@@ -306,3 +307,26 @@ def test_a_focus_that_was_moved_during_an_answer_stays(page: Page, client: httpx
     page.get_by_role("button", name="Stop").dispatch_event("click")
     expect(page.locator(".chat.busy")).to_have_count(0)
     expect(page.get_by_role("button", name="Attach")).to_be_focused()
+
+
+def test_texts_after_an_undo_are_those_of_the_session(page: Page, client: httpx.Client) -> None:
+    """Its revisions start again: one of them has the number of an answer of before."""
+    client.post("/v1/sessions", json={"name": "again"}).raise_for_status()
+    say(client, "again", "Where is Rome?")
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto("/#/chat/again")
+    settings(page, max_tokens="2", temperature="0")
+    box(page).fill("Where is Oslo?")
+    box(page).press("Enter")
+    expect(page.locator(".turn[data-turn='turn 2']")).to_have_count(1)
+    page.locator(".turn-bars button[data-turn='turn 2']").click()
+    card_button(page, "Pin message").click()
+    page.get_by_role("button", name="Undo pin").click()
+    expect(page.locator("#status")).to_contain_text("Undone: pin.")
+    card_button(page, "Pin message").click()
+    expect(card_button(page, "Unpin message")).to_have_count(1)
+    page.locator(".turn-bars button[data-turn='turn 1']").click()
+    card_button(page, "Remove").click()
+    expect(page.locator("#status")).to_contain_text("was removed")
+    assert client.get("/v1/sessions/again").json()["revision"] == 2
+    expect(page.locator(".question .plain")).to_have_text(["Where is Oslo?"])

@@ -3,10 +3,9 @@
 import { BUSY, BUSY_ELSEWHERE, CHANGED, CHANGING } from "./session_change.js";
 import { get, messageOf, nullIfMissing } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
-import { ChatChanges } from "./chat_changes.js";
-import { goneParagraph, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
+import { goneParagraph, joinedDraft, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
 import { ChatFrame } from "./chat_frame.js";
-import { handlersOf, onKey } from "./chat_handlers.js";
+import { handlersOf, onKey, withChanges } from "./chat_handlers.js";
 import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
 import { titleOf } from "./chat_settings.js";
 import { originOf } from "./conversations.js";
@@ -53,12 +52,8 @@ export class ChatView {
     this.failedToLoad = false; // whether the status says so
     this.shownHeader = ""; // what its buttons are for
     this.busy = false; // whether an answer or a change is in progress
-    /** @type {import("./chat_settings.js").SessionSettings} */
-    this.newSession = {};
-    this.newSystem = ""; // of a conversation that has not begun
-    /** @type {import("./chat_settings.js").Sampling} */
-    this.newSampling = {};
-    this.changes = new ChatChanges(this);
+    /** @type {import("./chat_settings.js").Chosen} */
+    this.chosen = { session: {}, system: "", sampling: {} };
     this.answers = new ChatAnswers(this);
     this.container = container;
     this.frame = new ChatFrame(container, edits, handlersOf(this));
@@ -89,7 +84,9 @@ export class ChatView {
   /** @param {string | null} name */
   async open(name) {
     this.name = name;
-    this.frame.box.draft = takeDraft(name);
+    const draft = takeDraft(name);
+    this.frame.box.draft = draft;
+    this.chosen = draft.chosen || this.chosen;
     const focused = focusNow();
     if (name === null) this.drawWelcome();
     else {
@@ -109,8 +106,8 @@ export class ChatView {
   // The memory that the next message has: for a new conversation, that of the settings.
   get room() {
     if (this.frame.isGone) return { policy: "", max_kv_size: null, cells: 0 };
-    const { policy = this.settings.policy || "", max_kv_size = this.settings.max_kv_size ?? null } = this.newSession;
-    const { memory, newSystem: system } = this;
+    const { memory, chosen: { session, system } } = this;
+    const { policy = this.settings.policy || "", max_kv_size = this.settings.max_kv_size ?? null } = session;
     if (memory) return memory.tokens ? memory : { ...memory, system };
     return { policy, max_kv_size, cells: 0, system };
   }
@@ -144,12 +141,10 @@ export class ChatView {
       this.frame.panel.drawBudget(memory); // what it shares may be less
       return this.drawBusy();
     }
-    const isAppended = memory.revision === this.answers.appendedRevision;
-    const newest = this.turns.at(-1)?.start || 0; // an answer that goes on loses its end token
-    const first = before && isAppended ? Math.min(newest, memory.tokens) : 0;
+    const first = this.answers.hasAppended(before, memory) ? this.turns.at(-1)?.start || 0 : 0; // an answer that goes on loses its end token
     const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
     if (this.signal.aborted || name !== this.name) return;
-    [this.memory, this.isOutdated, this.isDeleted] = [memory, false, false];
+    [this.memory, this.isOutdated, this.isDeleted, this.answers.appendedRevision] = [memory, false, false, null]; // revisions start again after an undo
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
     this.drawBusy();
     if (!this.answers.running) this.draw();
@@ -196,12 +191,13 @@ export class ChatView {
     const entries = knownSessions();
     const step = edits ? offeredStep(stepsAmong(entries, name), this.memory.tokens) : undefined;
     const origin = originOf(entries, name);
+    this.frame.setNamed(entries.find((entry) => entry.name === name)?.named !== false);
     const shown = JSON.stringify([name, step, origin]);
     if (shown === this.shownHeader) return;
     this.shownHeader = shown;
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
-    const branch = edits ? h("button", { onclick: () => this.exclusively(() => this.changes.branch(null)) }, "Branch") : null;
-    fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => this.changes.undo(step), { focus: () => focusUndo(this.frame.box) })) : null);
+    const branch = edits ? h("button", { onclick: () => this.exclusively(() => withChanges(this, (changes) => changes.branch(null))) }, "Branch") : null;
+    fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => withChanges(this, (changes) => changes.undo(step)), { focus: () => focusUndo(this.frame.box) })) : null);
     this.frame.setOrigin(origin);
   }
 
@@ -239,9 +235,14 @@ export class ChatView {
     return isSame && this.memory !== null && !this.isOutdated;
   }
 
-  // Shows the beginning of a new conversation in place of one that did not begin, with what was written and chosen for it.
+  // Shows the beginning of a new conversation in place of one that did not begin, with what was written and chosen for it. A view that was left keeps that for the next one.
   beginAnew() {
     const { draft } = this.frame.box;
+    if (this.signal.aborted) {
+      takeDraft(this.name); // the message that was put back
+      keepDraft(null, { ...joinedDraft(draft, takeDraft(null)), chosen: this.chosen });
+      return;
+    }
     [this.name, this.memory, this.texts, this.turns, this.shownHeader] = [null, null, [], [], ""];
     history.replaceState(null, "", "#/");
     this.frame = new ChatFrame(this.container, this.edits, handlersOf(this));
@@ -274,7 +275,7 @@ export class ChatView {
   }
 
   keepDraft() {
-    keepDraft(this.name, this.frame.box.draft);
+    keepDraft(this.name, { ...this.frame.box.draft, ...(this.name === null ? { chosen: this.chosen } : {}) });
   }
 
   // Stores what is not sent yet before the page is left; the browser asks if there is too much of it.

@@ -93,10 +93,10 @@ export class ChatAnswers {
   async create(typed) {
     const { chat } = this;
     const title = titleFor(typed);
-    const created = await send("POST", "/v1/sessions", { name: nameFor(typed), title, ...chat.newSession });
+    const created = await send("POST", "/v1/sessions", { name: nameFor(typed), title, ...chat.chosen.session });
     chat.name = created.name;
-    keep(created.name, { sampling: chat.newSampling });
-    history.replaceState(null, "", `#/chat/${created.name}`);
+    keep(created.name, { sampling: chat.chosen.sampling });
+    if (!chat.signal.aborted) history.replaceState(null, "", `#/chat/${created.name}`);
     chat.frame.setTitle(title);
     fill(chat.frame.log);
     chat.memory = await get(`${chat.path}/memory`);
@@ -112,7 +112,7 @@ export class ChatAnswers {
     const turn = openTurn(content, { number: nextNumber(memory.spans) });
     const isFirst = !chat.frame.log.querySelector(".turn"); // one that is not confirmed stays
     if (isFirst) fill(chat.frame.log);
-    const system = !memory.tokens && chat.newSystem ? { system: chat.newSystem } : {};
+    const system = !memory.tokens && chat.chosen.system ? { system: chat.chosen.system } : {};
     if (isFirst && system.system) chat.frame.log.append(systemElement(system.system));
     chat.frame.log.append(turn.element);
     chat.frame.goToEnd();
@@ -142,10 +142,10 @@ export class ChatAnswers {
     chat.drawBusy();
     const { signal } = this.running;
     const failure = await this.receive({ ...body, detached: true }, turn, signal).then(() => null, (error) => (error.name === "AbortError" ? null : error));
+    this.running = null;
     turn.finish();
     const mayBeLost = body.content && (turn.isEmpty || failure);
     if (turn.isEmpty && signal.aborted) turn.note("Stopping...");
-    this.running = null;
     chat.drawBusy();
     const isRefused = failure instanceof ApiError && failure.status > 0;
     if (chat.signal.aborted) {
@@ -165,7 +165,7 @@ export class ChatAnswers {
   /** @param {ReturnType<typeof openTurn>} turn @param {boolean} isRefused before anything was read @param {boolean} isInBox whether the message is put back */
   drawEnd(turn, isRefused, isInBox) {
     if (this.chat.failedToLoad && !isRefused) turn.unconfirm(isInBox);
-    else if (this.chat.memory) this.chat.draw();
+    else if (this.chat.memory && !this.chat.signal.aborted) this.chat.draw();
   }
 
   // Puts what was not read of a message without an answer back into the box.
@@ -197,6 +197,7 @@ export class ChatAnswers {
     const options = { headers: changeHeaders(revision), signal };
     for await (const [kind, event] of streamEvents("POST", `${this.chat.path}/turns`, body, options)) {
       this.isBegun = true;
+      if (this.chat.signal.aborted) return;
       if (kind === "read") turn.note(`Reading ${event.done} of ${event.total} tokens...`);
       else if (kind === "token") turn.push(event);
       else if (kind === "error" && event.error.code === "cancelled") this.cutOff = "stopped";
@@ -207,6 +208,14 @@ export class ChatAnswers {
         if (event.revision === revision + 1) this.appendedRevision = event.revision;
       }
     }
+  }
+
+  /**
+   * Whether all that a session has beside its tokens of before is the newest answer of this page.
+   * @param {Memory | null} before @param {Memory} memory
+   */
+  hasAppended(before, { revision, tokens }) {
+    return before?.revision === revision - 1 && before.tokens <= tokens && revision === this.appendedRevision;
   }
 
   // Says once that this answer, or its message, made memory full.

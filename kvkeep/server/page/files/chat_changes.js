@@ -2,9 +2,10 @@
 
 import { createBeside, forkConversation } from "./branches.js";
 import { CHANGED, changeError, changeHeaders } from "./session_change.js";
+import { keepDraft } from "./chat_place.js";
 import { keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
 import { NOT_LOADED, send } from "./api.js";
-import { h, promptDialog, showStatus } from "./dom.js";
+import { h, promptDialog, showStatus, takeStatus } from "./dom.js";
 import { changedText, noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
@@ -29,31 +30,21 @@ export class ChatChanges {
   /**
    * Changes memory by requests; returns whether it was done.
    * @param {string} operation @param {string} path @param {any[]} bodies of one request each @param {import("./memory_text.js").ChangeMessage} message
-   * @param {Memory | null} [shown] that they are for
+   * @param {Memory} shown that they are for
    */
-  async changeMemory(operation, path, bodies, message, shown = this.chat.memory) {
+  async changeMemory(operation, path, bodies, message, shown) {
     const run = async (/** @type {any} */ headers) => {
       for (const body of bodies) {
         const { revision } = await send("POST", `${this.chat.path}/${path}`, body, { headers });
         headers = changeHeaders(revision);
       }
     };
-    let isDone = false;
-    const changeAndMark = async () => {
-      if (shown?.revision !== this.chat.memory?.revision) return showStatus(CHANGED, true); // while a dialog was open
-      isDone = await this.change(operation, run, message);
-      if (isDone && operation === "replace") this.markReplaced(bodies[0].start);
-      if (isDone && operation === "remove") this.chat.frame.unselect(); // texts after it may have its label now
-    };
-    await this.chat.exclusively(changeAndMark, this.chat.frame.panel);
+    const isCurrent = shown.revision === this.chat.memory?.revision;
+    if (!isCurrent) showStatus(CHANGED, true); // while a dialog was open
+    const isDone = isCurrent && (await this.change(operation, run, message));
+    if (isDone && operation === "replace") this.markReplaced(bodies[0].start);
+    if (isDone && operation === "remove") this.chat.frame.unselect(); // texts after it may have its label now
     return isDone;
-  }
-
-  /** Returns where a part of a turn is now; null if it is no longer what it was. @param {Part} part */
-  now(part) {
-    const { memory, turns } = this.chat;
-    const same = turns.flatMap(({ parts }) => parts).find(({ label, text }) => label === part.label && text === part.text);
-    return memory && same ? { memory, part: same } : null;
   }
 
   /** @param {number} start of a message that was replaced */
@@ -121,28 +112,43 @@ export class ChatChanges {
     if (turn) keep(memory.name, { regenerated: signatureOf({ text: turnText(turn) }) });
   }
 
-  /** @param {Turn} turn @param {Part} question */
-  async editQuestion(turn, question) {
-    const fields = [{ name: "text", label: "Message", kind: "textarea", value: question.text, required: true }];
+  /**
+   * Asks an edited message in a branch, or in a new conversation; asks for it again, as it was written, if none could be begun.
+   * @param {Turn} turn @param {Part} question @param {string} [written] @param {string} [failure] @returns {Promise<void>}
+   */
+  async editQuestion(turn, question, written = question.text, failure = "") {
+    const fields = [{ name: "text", label: "Message", kind: "textarea", value: written, required: true }];
     const at = this.chat.turns[0] === turn ? 0 : turn.start;
     const memory = /** @type {Memory} */ (this.chat.memory);
     const isHeld = canGoBackTo(memory, at);
     const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : `The model cannot go back to this message, as ${noWayBackText(memory, at)}: ${IN_A_NEW_ONE}`);
-    const values = await promptDialog("Edit message", fields, "Send", note);
+    const values = await promptDialog("Edit message", fields, "Send", note, failure ? h("p", { class: "failure" }, failure) : null);
     if (!values) return;
     const text = String(values.text);
     const name = isHeld ? await this.fork(at, text) : await this.startAnew(text);
-    if (!name) return;
+    if (this.chat.signal.aborted) return name ? keepDraft(name, { text, files: [] }) : this.chat.answers.giveBack(text);
+    if (!name) return this.editAgain(question, text);
     this.chat.leaveFor(name);
     await this.chat.load();
     showStatus(isHeld ? BRANCHED : BEGUN_ANEW);
     await this.chat.answers.takeTurn(text);
   }
 
+  // Asks again for an edited message; puts it into the box if the one that was edited is no longer shown.
+  /** @param {Part} question @param {string} text */
+  async editAgain(question, text) {
+    const failure = takeStatus();
+    await this.chat.reload();
+    const turn = this.chat.turns.find(({ parts }) => parts.some((part) => part.label === question.label && part.text === question.text));
+    if (turn) return this.editQuestion(turn, turn.parts[0], text, failure);
+    this.chat.answers.giveBack(text);
+    showStatus(failure, true);
+  }
+
   /** @param {number | null} at */
   async branch(at) {
     const name = await this.fork(at, "");
-    if (!name) return;
+    if (!name || this.chat.signal.aborted) return;
     const left = new Promise((resolve) => window.addEventListener("hashchange", resolve, { once: true }));
     location.hash = `#/chat/${name}`;
     await left; // another view begins without a message
@@ -163,31 +169,33 @@ export class ChatChanges {
    */
   startAnew(text) {
     const { name, policy, max_kv_size } = /** @type {Memory} */ (this.chat.memory);
-    this.chat.newSystem = this.systemPart()?.text || "";
+    this.chat.chosen.system = this.systemPart()?.text || "";
     return createBeside(name, titleFor(text), "/v1/sessions", { policy, ...(max_kv_size ? { max_kv_size } : {}) }, {}, { begunFrom: name });
   }
 
-  async changeSettings() {
+  /** @param {string} [written] the system prompt that was refused @param {string} [failure] why */
+  async changeSettings(written, failure) {
     const { chat } = this;
     const { name } = chat;
-    const sampling = (name === null ? chat.newSampling : keptOf(name).sampling) || {};
+    const sampling = (name === null ? chat.chosen : keptOf(name)).sampling || {};
     const { sampling: given, policy, max_kv_size, budgets } = chat.settings;
     const defaults = { ...given, max_tokens: longestAnswer(chat.room), policy, max_kv_size, budgets };
     const dialog = await import("./settings_dialog.js").catch(() => null);
     if (!dialog) return showStatus(NOT_LOADED, true);
-    const values = await dialog.askSettings({ ...this.systemPrompt(), sampling, defaults, session: name === null ? chat.newSession : null });
+    const values = await dialog.askSettings({ ...this.systemPrompt(written), failure, sampling, defaults, session: name === null ? chat.chosen.session : null });
     if (!values) return;
-    if (name === null) [chat.newSampling, chat.newSession] = [values.sampling, values.session];
+    if (name === null) chat.chosen = { ...chat.chosen, sampling: values.sampling, session: values.session };
     else keep(name, { sampling: values.sampling });
     chat.frame.box.measure();
-    await this.changeSystem(values.system);
+    if (!(await this.changeSystem(values.system))) await this.changeSettings(values.system, takeStatus());
   }
 
   // Returns the system prompt that the conversation has, or will begin with, and whether it can be changed.
-  systemPrompt() {
-    if (!this.chat.memory?.tokens) return { system: this.chat.newSystem, systemHint: "for the whole conversation", isSystemEditable: true };
+  /** @param {string} [written] in place of it, if it can be */
+  systemPrompt(written) {
+    if (!this.chat.memory?.tokens) return { system: this.chat.chosen.system, systemHint: "for the whole conversation", isSystemEditable: true };
     const part = this.systemPart();
-    if (part) return { system: part.text, systemHint: "replaced in memory", isSystemEditable: true };
+    if (part) return { system: written ?? part.text, systemHint: "replaced in memory", isSystemEditable: true };
     const own = openingText(this.chat.memory, this.chat.texts);
     return { system: own, systemHint: `${own ? "the model's own; another " : ""}can only be set before the first message`, isSystemEditable: false };
   }
@@ -196,16 +204,17 @@ export class ChatChanges {
     return this.chat.turns.find(({ label }) => label === "system")?.parts[0];
   }
 
+  // Returns whether it was not refused.
   /** @param {string} text */
   async changeSystem(text) {
     if (!this.chat.memory?.tokens) {
-      this.chat.newSystem = text;
-      return;
+      this.chat.chosen = { ...this.chat.chosen, system: text };
+      return true;
     }
     const part = this.systemPart();
-    if (!part || text === part.text) return;
+    if (!part || text === part.text) return true;
     const body = { op: "replace", span: part.label, text };
     const replace = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/edit`, body, { headers });
-    await this.change("replace", replace, "The system prompt was replaced in memory.");
+    return (await this.change("replace", replace, "The system prompt was replaced in memory.")) || this.chat.signal.aborted || !this.chat.memory;
   }
 }

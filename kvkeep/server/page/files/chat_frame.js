@@ -21,6 +21,7 @@ import { turnStrip } from "./turn_strip.js";
 /** @typedef {{kind: string, name: string, title: string}} Origin  The conversation that one of a kind, such as a branch, left. */
 
 const READ_ONLY = "This page may only read here. Start the server with --allow-edit to chat and to edit.";
+const UNNAMED = "This is the prompt of another client, which the server drops once it needs the memory. Branch, at the top, begins a conversation that stays.";
 const SETTLING_FRAMES = 12;
 const NEAR_END = 200; // pixels: a reader who is nearer to the end follows it
 
@@ -43,6 +44,7 @@ export class ChatFrame {
     this.origin = h("p", { class: "origin", hidden: true });
     this.buttons = h("div", { class: "actions" });
     this.box = composer(handlers.say, handlers.stop, handlers.settings, handlers.room);
+    this.unnamed = h("p", { class: "hint", hidden: true }, UNNAMED);
     this.strip = turnStrip((label) => this.point(label), (label, byKey) => this.select(label, "strip", byKey));
     this.panel = memoryPanel(edits ? handlers.memory : null);
     const close = h("button", { class: "small panel-close", "aria-label": "Close the memory panel", onclick: () => this.togglePanel(false) }, "×");
@@ -52,7 +54,7 @@ export class ChatFrame {
       this.goToEnd();
       this.log.focus({ preventScroll: true }); // the button is hidden there
     });
-    const column = h("div", { class: "chat-column" }, this.log, this.endButton.element, byId("status"), edits ? this.box.element : h("p", { class: "hint" }, READ_ONLY));
+    const column = h("div", { class: "chat-column" }, this.log, this.endButton.element, byId("status"), edits ? [this.box.element, this.unnamed] : h("p", { class: "hint" }, READ_ONLY));
     const header = h("div", { class: "chat-header" }, h("div", { class: "chat-title" }, this.heading, this.origin), this.buttons, this.panelButton);
     this.element = h("div", { class: "chat" }, header, this.strip.element, h("div", { class: "chat-body" }, column, this.panel.element));
     fill(container, this.element);
@@ -101,7 +103,7 @@ export class ChatFrame {
   setTitle(title) {
     fill(this.heading, titleParts(title));
     this.heading.title = title; // the heading may be cut
-    document.title = `${title} - kvkeep`;
+    if (this.element.isConnected) document.title = `${title} - kvkeep`; // or else its view was left
   }
 
   // Shows where a branch comes from, with the way back.
@@ -122,6 +124,13 @@ export class ChatFrame {
   // Whether the server no longer has the conversation.
   get isGone() {
     return this.element.classList.contains("gone");
+  }
+
+  // Shows the message box, or for a prompt of another client how to go on from it.
+  /** @param {boolean} isNamed */
+  setNamed(isNamed) {
+    this.box.element.hidden = !isNamed;
+    this.unnamed.hidden = isNamed;
   }
 
   /** @param {Memory} memory @param {Turn[]} turns */
@@ -225,6 +234,7 @@ export class ChatFrame {
     const place = placeOf(this.log) || this.nextPlace;
     this.nextPlace = null;
     const wasInView = isInView(/** @type {HTMLElement | null} */ (this.log.querySelector(".turn.selected")), this.log);
+    keepFolds(this.log, elements);
     if (place) reserveHeights(elements, place);
     fill(this.log, elements);
     if (place) scrollToPlace(this.log, place);
@@ -256,6 +266,16 @@ export class ChatFrame {
       requestAnimationFrame(settle);
     };
     settle();
+  }
+}
+
+// Opens and closes what can be folded of turns as it is in those of a log that they replace.
+/** @param {HTMLElement} log @param {HTMLElement[]} elements */
+function keepFolds(log, elements) {
+  for (const element of elements) {
+    const turn = log.querySelector(`.turn[data-turn="${element.dataset.turn}"]`) ?? (element === elements.at(-1) ? log.querySelector(".turn.open") : null);
+    const [before, folds] = [turn, element].map((each) => each?.querySelectorAll("details") || []);
+    if (before.length === folds.length) folds.forEach((fold, at) => (fold.open = before[at].open));
   }
 }
 

@@ -1,6 +1,19 @@
 // What a chat does when its view's controls or keys are used.
 
+import { NOT_LOADED } from "./api.js";
+import { showStatus } from "./dom.js";
+
 /** @typedef {import("./chat.js").ChatView} ChatView */
+/** @typedef {import("./chat_changes.js").ChatChanges} ChatChanges */
+
+/**
+ * Runs a change of the conversation. Its code is loaded once it is needed; without the server it says so.
+ * @param {ChatView} chat @param {(changes: ChatChanges) => Promise<any>} run
+ */
+export async function withChanges(chat, run) {
+  const loaded = await import("./chat_changes.js").catch(() => null);
+  return loaded ? run(new loaded.ChatChanges(chat)) : showStatus(NOT_LOADED, true);
+}
 
 /**
  * Returns what the controls of a chat's view do.
@@ -10,13 +23,27 @@ export const handlersOf = (chat) => ({
   say: (text, typed) => chat.answers.say(text, typed),
   stop: () => chat.answers.stop(),
   room: () => chat.room,
-  settings: () => chat.exclusively(() => chat.changes.changeSettings()),
+  settings: () => chat.exclusively(() => withChanges(chat, (changes) => changes.changeSettings())),
   memory: {
-    change: (...change) => chat.changes.changeMemory(...change),
-    now: (part) => chat.changes.now(part),
-    branch: (at) => chat.exclusively(() => chat.changes.branch(at)),
+    async change(operation, path, bodies, message, shown = /** @type {Memory} */ (chat.memory)) {
+      let isDone = false;
+      const run = () => withChanges(chat, async (changes) => (isDone = await changes.changeMemory(operation, path, bodies, message, shown)));
+      await chat.exclusively(run, chat.frame.panel);
+      return isDone;
+    },
+    now: (part) => partNow(chat, part),
+    branch: (at) => chat.exclusively(() => withChanges(chat, (changes) => changes.branch(at))),
   },
 });
+
+/**
+ * Returns where a part of a turn is now; null if it is no longer what it was.
+ * @param {ChatView} chat @param {import("./turns.js").Part} part
+ */
+export function partNow({ memory, turns }, part) {
+  const same = turns.flatMap(({ parts }) => parts).find(({ label, text }) => label === part.label && text === part.text);
+  return memory && same ? { memory, part: same } : null;
+}
 
 /**
  * Stops an answer or closes the panel by Escape; "/" leads to the message box.

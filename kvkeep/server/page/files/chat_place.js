@@ -17,7 +17,7 @@ export const keepView = (name, view) => leftViews.set(name, view);
 /** @param {string} name @returns {LeftView} */
 export const keptView = (name) => leftViews.get(name) || { selected: null, place: null };
 
-/** @typedef {{text: string, files: {name: string, text: string}[]}} Draft */
+/** @typedef {{text: string, files: {name: string, text: string}[], chosen?: import("./chat_settings.js").Chosen}} Draft  chosen: for a conversation that has not begun. */
 
 const DRAFTS = "kvkeep drafts";
 
@@ -35,7 +35,9 @@ function allDrafts() {
 }
 
 /** @param {string | null} name @param {Draft} draft */
-export const keepDraft = (name, draft) => allDrafts().set(name, draft);
+export function keepDraft(name, draft) {
+  allDrafts().set(name, draft);
+}
 
 /** Returns the draft of a conversation, which is not kept any longer. @param {string | null} name @returns {Draft} */
 export function takeDraft(name) {

@@ -6,6 +6,7 @@ import { h } from "./dom.js";
 /** @typedef {{note: import("./message_note.js").Note, signature: string}} KeptNote */
 /** @typedef {{sampling?: Sampling, regenerated?: string, edits?: Record<string, string>, branchOf?: string, begunFrom?: string, notes?: Record<string, KeptNote | KeptNote[]>}} Kept */
 /** @typedef {{policy?: string, max_kv_size?: number}} SessionSettings  Of a new session. */
+/** @typedef {{session: SessionSettings, system: string, sampling: Sampling}} Chosen  For a conversation that has not begun. */
 
 const STORE = "kvkeep conversations";
 
@@ -59,12 +60,20 @@ export function titleParts(title) {
   return [h("span", { class: "cut" }, title.slice(0, title.length - mark.length)), mark ? h("span", { class: "mark" }, mark) : null];
 }
 
+const LONGEST_TITLE = 200; // that the server takes
+
+/** Cuts a text to a number of characters. @param {string} text @param {number} most */
+function shortened(text, most) {
+  const characters = [...text]; // one of two code units stays whole
+  return characters.length > most ? `${characters.slice(0, most - 3).join("")}...` : text;
+}
+
 /**
  * Returns the title of a new branch of a conversation, which no other has.
  * @param {string} title of the conversation @param {Iterable<string>} taken
  */
 export function branchTitle(title, taken) {
-  const [own, others] = [title.replace(BRANCH_MARK, ""), new Set(taken)];
+  const [own, others] = [shortened(title.replace(BRANCH_MARK, ""), LONGEST_TITLE - " (branch 9999)".length), new Set(taken)];
   let result = `${own} (branch)`;
   for (let number = 2; others.has(result); number += 1) result = `${own} (branch ${number})`;
   return result;
@@ -89,7 +98,7 @@ export function nameFor(text, suffix = Math.random().toString(36).slice(2, 6)) {
  */
 export function titleFor(text) {
   const line = text.trim().split("\n", 1)[0].trim();
-  return line.length > 60 ? `${line.slice(0, 57)}...` : line;
+  return shortened(line, 60);
 }
 
 /**

@@ -65,7 +65,7 @@ export function conversations(container, edits) {
   search.addEventListener("input", draw);
   search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const first = list.querySelector("a");
-    if (event.key === "Escape" && opener) leave(event);
+    if (event.key === "Escape") leave(event);
     if (event.key === "Enter" && first) location.hash = first.getAttribute("href") || "";
   });
   /** @type {HTMLElement | null} */
@@ -73,7 +73,7 @@ export function conversations(container, edits) {
   const leave = (/** @type {Event} */ event) => {
     event.stopPropagation(); // an answer goes on
     document.body.classList.remove("menu-open");
-    (opener?.isConnected ? opener : document.getElementById("words"))?.focus({ preventScroll: true });
+    if (opener) (opener.isConnected ? opener : document.getElementById("words"))?.focus({ preventScroll: true });
     opener = null;
   };
   search.addEventListener("blur", () => (opener = null));

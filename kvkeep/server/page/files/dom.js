@@ -52,6 +52,13 @@ export function showStatus(text, isError = false, lasts = isError) {
 /** Returns the message that is shown. */
 export const statusText = () => byId("status").textContent;
 
+/** Returns the message that is shown, which a dialog is to say instead. */
+export function takeStatus() {
+  const text = statusText() || "";
+  showStatus("");
+  return text;
+}
+
 /** Marks those of some links that lead to where the page is. @param {Iterable<Element>} links */
 export function markCurrent(links) {
   for (const link of links) {

@@ -1,7 +1,7 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
 import { get, messageOf, NOT_LOADED } from "./api.js";
-import { bytes, fill, h, jsonLink, promptDialog, showStatus, statusText } from "./dom.js";
+import { bytes, fill, h, jsonLink, promptDialog, showStatus, takeStatus } from "./dom.js";
 import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replacedText, replaceText, RESERVED_HINT, sizeText, unpinText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, reuseText } from "./reuse.js";
@@ -177,9 +177,7 @@ async function replace(memory, part, actions, written = part.text, failure = "")
   if (await actions.change("replace", "edit", [body], message, memory)) return;
   const now = actions.now(part);
   if (!now) return;
-  const problem = statusText() || "";
-  showStatus(""); // the dialog says it
-  await replace(now.memory, now.part, actions, values.text, problem);
+  await replace(now.memory, now.part, actions, values.text, takeStatus());
 }
 
 // Creates the control that compresses the whole memory, or says what the policy has instead.

@@ -5,7 +5,7 @@ import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { onOperation } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { isUndoName, sessionOfCopy } from "./undo.js";
+import { isCopyOf, isUndoName } from "./undo.js";
 
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
@@ -73,8 +73,7 @@ export function shownOperations(log) {
     const { session, what, parent } = operation;
     if (isUndoName(session)) return [];
     if (what === "delete" && undone.delete(session)) return [];
-    const copyOf = sessionOfCopy(parent || "");
-    if (what !== "fork" || !copyOf || !session.startsWith(copyOf)) return [operation];
+    if (what !== "fork" || !isCopyOf(parent || "", session)) return [operation];
     undone.add(session);
     return [{ ...operation, what: "undo" }];
   });

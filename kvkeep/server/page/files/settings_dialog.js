@@ -57,8 +57,9 @@ function updateLimits(defaults, { target }) {
  * @param {Sampling} current.sampling @param {Defaults} current.defaults
  * @param {string} current.system @param {string} current.systemHint @param {boolean} current.isSystemEditable
  * @param {SessionSettings | null} current.session null for a session that exists
+ * @param {string} [current.failure] why the system prompt was refused
  */
-export async function askSettings({ sampling, defaults, system, systemHint, isSystemEditable, session }) {
+export async function askSettings({ sampling, defaults, system, systemHint, isSystemEditable, session, failure }) {
   /** @param {string} name */
   const placeholder = (name) => (defaults[name] === undefined ? "server default" : `${defaults[name]}`);
   const fields = [
@@ -74,7 +75,7 @@ export async function askSettings({ sampling, defaults, system, systemHint, isSy
     const value = sampling[/** @type {keyof Sampling} */ (name)] ?? "";
     return { name, label, kind: "number", value, min: String(min), max: String(max), step: step === 1 ? "1" : "any", placeholder: placeholder(name) };
   }
-  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, KEPT_HERE));
+  const values = await promptDialog("Conversation settings", fields, "Apply", h("p", { class: "hint" }, KEPT_HERE), failure ? h("p", { class: "failure" }, failure) : null);
   if (!values) return null;
   const { system: text, policy, max_kv_size, ...numbers } = values;
   const chosen = Object.fromEntries(Object.entries(numbers).filter(([, value]) => value !== null));

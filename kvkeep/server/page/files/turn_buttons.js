@@ -1,5 +1,6 @@
 // The buttons below a message of the chat.
 
+import { withChanges } from "./chat_handlers.js";
 import { h } from "./dom.js";
 import { canGoBackTo } from "./turns.js";
 
@@ -13,7 +14,7 @@ import { canGoBackTo } from "./turns.js";
  */
 function questionButtons(chat, turn, part, button) {
   if (part.role !== "question" || !turn.label.startsWith("turn ")) return [];
-  if (turn.parts.length > 1) return [button("Edit", () => chat.changes.editQuestion(turn, part), "Ask the edited message in a branch")];
+  if (turn.parts.length > 1) return [button("Edit", () => withChanges(chat, (changes) => changes.editQuestion(turn, part)), "Ask the edited message in a branch")];
   const isCutOff = part.end === turn.end; // the template's end is missing: the server refuses an answer
   return turn === chat.turns.at(-1) && !isCutOff ? [button("Answer", () => chat.answers.continueAnswer(), "Generate an answer to this message")] : [];
 }
@@ -31,9 +32,9 @@ export function turnButtons(chat, turn, part) {
   const isLast = isTurn && turn === chat.turns.at(-1);
   if (part.role !== "answer") return [...questionButtons(chat, turn, part, button), memoryButton];
   return [
-    isLast ? button("Regenerate", () => chat.changes.regenerate(part), "Answer once more; the old answer can be restored by Undo") : null,
+    isLast ? button("Regenerate", () => withChanges(chat, (changes) => changes.regenerate(part)), "Answer once more; the old answer can be restored by Undo") : null,
     isLast ? button("Continue", () => chat.answers.continueAnswer(), "Go on where the answer ended") : null,
-    chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch here", () => chat.changes.branch(turn.end), "Go on from here in a branch", ["Branch", h("span", { class: "wide" }, " here")]) : null,
+    chat.memory && canGoBackTo(chat.memory, turn.end) ? button("Branch here", () => withChanges(chat, (changes) => changes.branch(turn.end)), "Go on from here in a branch", ["Branch", h("span", { class: "wide" }, " here")]) : null,
     memoryButton,
   ].flatMap((element) => (element ? [element] : []));
 }

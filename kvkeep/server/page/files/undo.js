@@ -1,6 +1,7 @@
 // Undo: before a change a fork of the session is kept, which takes its place again.
 
 import { get, send } from "./api.js";
+import { signatureOf } from "./message_note.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 
@@ -8,11 +9,14 @@ import { get, send } from "./api.js";
 export const MOST = 10;
 const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 
+/** Returns what stands for a session in the names of its copies, which the server limits. @param {string} session */
+const stemOf = (session) => (session.length > 70 ? `${session.slice(0, 50)}.${signatureOf({ text: session }).replace(/\D+/, ".")}` : session);
+
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
 
-/** Returns how the name of the session begins that a copy for undo is of. @param {string} name */
-export const sessionOfCopy = (name) => NAME.exec(name)?.[1];
+/** Whether a name is that of a copy for a session's undo. @param {string} name @param {string} session */
+export const isCopyOf = (name, session) => [stemOf(session), session.slice(0, 70)].includes(NAME.exec(name)?.[1] || "");
 
 /**
  * Whether a session is a copy for the undo of another one that exists.
@@ -46,7 +50,7 @@ export function stepsAmong(entries, session) {
     .filter((entry) => entry.parent === session)
     .flatMap((entry) => {
       const match = NAME.exec(entry.name);
-      return match && session.startsWith(match[1]) ? [{ name: entry.name, number: Number(match[2]), operation: match[3], tokens: entry.tokens }] : [];
+      return match && isCopyOf(entry.name, session) ? [{ name: entry.name, number: Number(match[2]), operation: match[3], tokens: entry.tokens }] : [];
     })
     .sort((/** @type {Step} */ a, /** @type {Step} */ b) => b.number - a.number);
 }
@@ -93,7 +97,7 @@ export const undoNamesOf = async (session) => (await undoSteps(session)).map(({ 
  */
 export async function keepUndo(session, revision, operation) {
   const steps = await undoSteps(session);
-  const name = `_undo.${session.slice(0, 70)}.${(steps[0]?.number || 0) + 1}.${operation}`;
+  const name = `_undo.${stemOf(session)}.${(steps[0]?.number || 0) + 1}.${operation}`;
   await send("POST", `/v1/sessions/${session}/fork`, { name }, { headers: { "If-Match": `"${revision}"` } });
   for (const { name: old } of steps.slice(MOST - 1)) await send("DELETE", `/v1/sessions/${old}`);
   return name;
