@@ -195,6 +195,7 @@ export class ChatView {
     const shown = JSON.stringify([name, step, origin]);
     if (shown === this.shownHeader) return;
     this.shownHeader = shown;
+    if (edits) import("./chat_changes.js").catch(() => {}); // here by the time it is asked for
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
     const branch = edits ? h("button", { onclick: () => this.exclusively(() => withChanges(this, (changes) => changes.branch(null))) }, "Branch") : null;
     fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => withChanges(this, (changes) => changes.undo(step)), { focus: () => focusUndo(this.frame.box) })) : null);
