@@ -28,6 +28,8 @@ def run_report(state: State, run: Run, folder: Path) -> dict[str, Any]:
         },
         "restored": len(state.restored),
         "restored_same_logits": sum(r.same_logits for r in state.restored),
+        # Of processes that were killed after one more step; others ended between two windows.
+        "restored_next": sum(r.same_next is not None for r in state.restored),
         "restored_same_next": sum(r.same_next is True for r in state.restored),
         "compared": len(ratios),
         "compared_to_fresh": [rounded(f(ratios)) for f in (min, median, max)] if ratios else None,
@@ -61,7 +63,7 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
     for name, report in reports.items():
         ratios = report["compared_to_fresh"]
         beside = "-" if ratios is None else f"{ratios[1]:.4f} ({ratios[0]:.3f}-{ratios[2]:.3f})"
-        same = f"{report['restored_same_next']} of {report['restored']}"
+        same = f"{report['restored_same_logits']} of {report['restored']}"
         lines.append(
             f"{name:<14}{report['tokens']:>10,}{_change(report['perplexity']):>20}{beside:>22}"
             f"{_change(report['cpu_ms']):>20}{_change(report['rss_bytes'], 1e6):>18}{same:>14}"
