@@ -45,14 +45,14 @@ def test_more_connections_than_open_files_leave_the_server_at_work(
             assert server.stdout is not None
             match = re.search(r"http://(\S+):(\d+)", server.stdout.readline())
             assert match is not None
-            for _ in range(200):
+            for _ in range(110):
                 connection = socket.create_connection((match[1], int(match[2])), PATIENCE)
                 connections.enter_context(connection)
             connections.close()
-            for number in range(100):
-                body = {"name": f"s{number}"}
-                created = httpx.post(f"{match[0]}/v1/sessions", json=body, timeout=PATIENCE)
-                assert created.status_code == 201, created.text
+            with httpx.Client(base_url=match[0], timeout=PATIENCE) as client:
+                for number in range(100):
+                    created = client.post("/v1/sessions", json={"name": f"s{number}"})
+                    assert created.status_code == 201, created.text
             server.send_signal(signal.SIGTERM)
             assert server.wait(PATIENCE) == 0
         finally:
