@@ -27,6 +27,7 @@ from kvkeep.models.hub.repository import (
     parse_hub_name,
 )
 
+_MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf", ".txt")  # of its files
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -109,7 +110,8 @@ def files_digest(model: str) -> str | None:
     except ModelError:
         return None
     if isinstance(origin, Path):
-        return _digest_of_files(sorted(filter(Path.is_file, origin.iterdir())))
+        files = (path for path in origin.iterdir() if path.suffix in _MODEL_SUFFIXES)
+        return _digest_of_files(sorted(filter(Path.is_file, files)))
     return origin.slug if origin and Path(origin.source).is_absolute() else None
 
 
@@ -142,8 +144,9 @@ def _find_origin(model: str) -> _Origin | Path | None:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # its name is too long, or a folder above it may not be read
-        raise ModelNotFound(f"no model {model!r}: {error.strerror}; check the name") from error
+    except (OSError, ValueError) as error:  # too long, not to be read, or with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFound(f"no model {model!r}: {reason}; check the name") from error
     if path.is_file():
         parts = part_paths(path.parent.resolve() / path.name)
         files = [part.resolve() for part in parts]
