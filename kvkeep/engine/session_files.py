@@ -18,6 +18,7 @@ ENGINE_NOTES_KEY = "engine"  # key of the engine's fields in a snapshot's notes
 WRITTEN_NOTES_KEY = "answers"  # of these fields: the notes of `WrittenAnswers`
 MARKER_SUFFIX = ".unsaved"
 _OWN_FIELDS = ("name", "used", "created", "parent", "pinned", "title", "changed")  # not of the text
+_FIELDS_OF_A_NAME = ("name", "revision", "used", "pinned", "parent")
 _OWNER_PATTERN = re.compile(r"[a-z0-9]{1,64}")
 LabelledSnapshots = LabelStore[Path | ObjectPath]  # one owner's snapshots by label
 
@@ -37,6 +38,18 @@ def notes_after_change(notes: Mapping[str, Any]) -> dict[str, Any]:
 def notes_of_copy(notes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a snapshot's notes for another session: without the engine's, as of a new one."""
     return {key: note for key, note in notes.items() if key != ENGINE_NOTES_KEY}
+
+
+def notes_of_same_text(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a snapshot's notes for another session with the same text and cells.
+
+    What the engine noted about these stays; the name and what belongs to it do not.
+    """
+    if ENGINE_NOTES_KEY not in notes:
+        return dict(notes)
+    fields = notes[ENGINE_NOTES_KEY]
+    kept = {key: fields[key] for key in fields if key not in _FIELDS_OF_A_NAME}
+    return {**notes, ENGINE_NOTES_KEY: kept}
 
 
 class SessionFile:

@@ -4,8 +4,11 @@ Each takes one of the files that the process may open.
 """
 
 import asyncio
+import fcntl
 import logging
 import resource
+import sys
+import termios
 from contextlib import suppress
 from typing import Any
 
@@ -110,12 +113,21 @@ class BoundedConnection(H11Protocol):
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
     def _expect_reading(self) -> None:
-        size = self.transport.get_write_buffer_size()
+        size = self._unread_bytes()
         self._send_timer = self.loop.call_later(SEND_SECONDS, self._abort_unless_read, size)
+
+    def _unread_bytes(self) -> int:
+        """Return how many bytes wait here, and in the kernel where it says so."""
+        count = self.transport.get_write_buffer_size()
+        socket, answer = self.transport.get_extra_info("socket"), bytearray(4)
+        if sys.platform == "linux" and socket is not None:
+            with suppress(OSError, ValueError):  # it is closed
+                fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, answer)
+        return count + int.from_bytes(answer, sys.byteorder)
 
     def _abort_unless_read(self, earlier_size: int) -> None:
         """Abort if as many bytes wait as before. Nothing is added to them meanwhile."""
-        if self.transport.get_write_buffer_size() < earlier_size:
+        if self._unread_bytes() < earlier_size:
             self._expect_reading()
         else:
             self.transport.abort()

@@ -10,7 +10,8 @@ OPAQUE_ORIGIN = "null"  # of files and of frames in a sandbox, which any page ca
 _NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 _PORT = re.compile(r":[0-9]*$")
 _BRACKETED = re.compile(r"\[([^]]*)\](:[0-9]*)?")
-_ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^\s/?#@*]+)/?")
+_ORIGIN = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^\s/?#@*]+)/?")
+_FILE_ORIGIN = "file://"  # of files in some applications; browsers send `null`
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -36,15 +37,17 @@ def parse_host(text: str) -> str:
 
 
 def parse_origin(text: str) -> str:
-    """Return an origin in lower case without a final slash and default port, or `*` or `null`.
+    """Return an origin without a final slash and default port, or `*`, `null` or `file://`.
 
-    Raises InvalidArgument if it is none.
+    Schemes are in lower case, as are hosts of http and https, as browsers send them. Raises
+    InvalidArgument if it is none.
     """
-    text = text.lower()
-    if text in (ANY_ORIGIN, OPAQUE_ORIGIN):
-        return text
+    if text.lower() in (ANY_ORIGIN, OPAQUE_ORIGIN, _FILE_ORIGIN):
+        return text.lower()
     match = _ORIGIN.fullmatch(text)
     if match is None:
         raise InvalidArgument(f"{text!r} is not an origin; expected one such as http://example.com")
-    scheme, host = match["scheme"], match["host"]
-    return f"{scheme}://{host.removesuffix(_DEFAULT_PORTS.get(scheme, ''))}"
+    scheme, host = match["scheme"].lower(), match["host"]
+    if scheme in _DEFAULT_PORTS:
+        host = host.lower().removesuffix(_DEFAULT_PORTS[scheme])
+    return f"{scheme}://{host}"

@@ -137,8 +137,8 @@ class SecurityMiddleware:
 
 
 def _is_loaded_by_foreign_page(scope: Scope, headers: dict[str, str]) -> bool:
-    """Whether a page of another origin sends a request, except by a link to the web UI."""
-    is_link = headers.get("sec-fetch-mode") == "navigate" and scope["path"] == "/"
+    """Whether a page of another origin sends a request, except by a link to a public path."""
+    is_link = headers.get("sec-fetch-mode") == "navigate" and scope["path"] in PUBLIC_PATHS
     return headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link
 
 

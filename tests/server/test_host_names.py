@@ -46,6 +46,8 @@ def test_a_host_is_allowed_in_any_form(server: RunningServer, allowed: str, sent
         ("http://x.example:8080", "http://x.example:8080"),
         ("http://[::1]:3000/", "http://[::1]:3000"),
         ("vscode-webview://abc", "vscode-webview://abc"),
+        ("App://MyApp", "app://MyApp"),
+        ("file://", "file://"),
     ],
 )
 def test_an_origin_is_allowed_in_any_form(server: RunningServer, allowed: str, sent: str) -> None:

@@ -272,6 +272,7 @@ def test_foreign_pages_load_nothing_without_an_origin(server: RunningServer, sit
             assert refused.status_code == 403
             assert refused.json()["error"]["code"] == "origin"
         assert client.get("/v1/sessions", headers=link).status_code == 403
+        assert client.get("/health", headers=link).status_code == 200
         for trusted in (link, {"Sec-Fetch-Site": "none"}, {"Sec-Fetch-Site": "same-origin"}):
             page = client.get("/", headers=trusted)
             assert page.status_code == 200

@@ -212,3 +212,5 @@ def _parse_options(options: Sequence[str]) -> dict[str, Any]:
         return serve.make_context("serve", list(options)).params
     except click.UsageError as error:
         raise InvalidArgument(f"--serve: {error.format_message()}") from error
+    except click.exceptions.Exit as error:  # of --help, which was printed
+        raise InvalidArgument("--serve: leave out --help") from error

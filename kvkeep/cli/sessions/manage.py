@@ -128,10 +128,11 @@ def import_(
 
 def _copy_session(source: ReadablePath, target: "Path | SessionPath", snapshot: "Snapshot") -> None:
     """Copy a session's file, without the name and revision that an engine noted in it."""
-    from kvkeep.engine.session_files import ENGINE_NOTES_KEY, notes_of_copy
+    from kvkeep.engine.session_files import notes_of_same_text
 
-    if ENGINE_NOTES_KEY in snapshot.notes:
-        copy = replace(snapshot, notes=notes_of_copy(snapshot.notes))
+    notes = notes_of_same_text(snapshot.notes)
+    if notes != snapshot.notes:
+        copy = replace(snapshot, notes=notes)
         copy.save_by(target, cast("Codec", snapshot.codec))
     else:
         _copy(source, target)
