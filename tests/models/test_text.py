@@ -195,6 +195,30 @@ def test_template_can_raise_but_not_escape_the_sandbox(
         "{{ '%999999999d' % 1 }}",
         "{{ '%999999999d' | format(1) }}",
         "{{ '{:999999999}'.format(1) }}",
+        "{{ '%(a)999999999s' % {'a': 1} }}",
+        "{{ '%(a(b)c)999999999s' | format(**{'a(b)c': 1}) }}",
+        "{{ '{0[}]:{1}}'.format({'}': 'x'}, 999999999) }}",
+        "{% set b = 'aaaa'.encode() %}{{ b + b }}",
+        "{{ (5).to_bytes(9) }}",
+        "{{ ('x' * 10 ** 5).translate({120: 'y' * 10 ** 4}) }}",
+        "{% set s = 'a' * 10 ** 5 %}{{ s | replace(new=s, old='a') | length }}",
+        "{% set s = {'x': ['a' * 10 ** 6] * 1000} %}{{ s.values() }}",
+        "{% set s = namespace(x=['a' * 10 ** 6] * 1000) %}{{ s }}",
+        "{{ [1] | slice(10 ** 6) | list | length }}",
+        "{{ ([[1] * 10] * 10 ** 4) | sum(start=[]) | length }}",
+        "{{ ('a' * 10 ** 5).rfind('b' + 'a' * 10 ** 5) }}",
+        "{{ (('<!---->' * 10 ** 4) | safe).striptags() }}",
+        *(
+            f"{{% set r = range(10 ** 5) | list %}}{{% for i in range(999) %}}{work}{{% endfor %}}"
+            for work in (
+                "{{ r | sum }}",
+                "{{ r | max }}",
+                "{{ r | reject('integer') | first }}",
+                "{{ r.index(99999) }}",
+                "{% if -1 in r %}{% endif %}",
+                "{% if -1 is in r %}{% endif %}",
+            )
+        ),
         "{{ ('a\\n' * 10 ** 6) | indent(10 ** 6) }}",
         "{% set s = namespace(x=[1, 2]) %}"
         "{% for i in range(60) %}{% set s.x = [s.x, s.x] %}{% endfor %}{{ s.x }}",
@@ -216,7 +240,13 @@ def test_failing_or_endless_template_is_refused(with_template: TextCodec, source
 
 
 @pytest.mark.parametrize(
-    "content", ["{% for %}", "{{ 'a' | no_such_filter }}", "{{ " + "(" * 400 + "1" + ")" * 400]
+    "content",
+    [
+        "{% for %}",
+        "{{ 'a' | no_such_filter }}",
+        "{{ 'a' | striptags }}",
+        "{{ " + "(" * 400 + "1" + ")" * 400,
+    ],
 )
 def test_invalid_template_is_refused(with_template: TextCodec, content: str) -> None:
     (with_template.folder / "chat_template.jinja").write_text(content)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from jinja2 import Template, TemplateRuntimeError, nodes
@@ -29,7 +30,10 @@ from kvkeep.models.text.template_texts import TemplateTexts
 
 _MACRO_COST = 10  # iterations that a macro call counts as
 # Internal filters, under names that a template cannot write.
-_COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
+_COUNT_FILTER, _JOIN_FILTER, _SEARCH_FILTER = "count rounds", "join parts", "search items"
+_REFUSED_FILTERS = ("wordwrap", "urlize", "xmlattr", "pprint", "striptags")  # hard to bound
+# They make bytes, whose size is not counted, or are hard to bound.
+_REFUSED_METHODS = frozenset(("encode", "to_bytes", "translate", "striptags"))
 
 
 def compile_template(texts: TemplateTexts, message_count: int) -> Template:
@@ -70,23 +74,30 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, GenerationBlock],
         )
         self._budget, self._convert = budget, convert
-        for name in ("wordwrap", "urlize", "xmlattr", "pprint"):  # for HTML, and hard to bound
+        for name in _REFUSED_FILTERS:
             self.filters.pop(name)
         self.filters = {
             name: self._checked(name, function) for name, function in self.filters.items()
         }
         self.filters |= {"tojson": self._to_json, _COUNT_FILTER: self._budget.count_iterations}
-        self.filters[_JOIN_FILTER] = self._join
+        self.filters |= {_JOIN_FILTER: self._join, _SEARCH_FILTER: self._budget.count_searched}
+        self.tests["in"] = lambda value, items: value in budget.count_searched(items)
         self.globals.pop("lipsum")
         self.globals["range"] = lambda *bounds: budget.count_range(range(*bounds))
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_refused = isinstance(obj, (str, int)) and attr in _REFUSED_METHODS
+        return not is_refused and super().is_safe_attribute(obj, attr, value)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(__obj, "__wrapped__", __obj)
-        if isinstance(subject := getattr(method, "__self__", None), (str, bytes, int)):
+        if isinstance(subject := getattr(method, "__self__", None), (str, int)):
             args = tuple(_listed(value) for value in args)
-            check_operation(__obj.__name__, subject, [*args, *kwargs.values()])
+            __self._check_operation(__obj.__name__, subject, [*args, *kwargs.values()])
+        elif isinstance(subject, (list, tuple, range)):
+            __self._budget.count_searched(subject)
         return __self._budget.count_created(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -106,15 +117,22 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Evaluate `a ~ b ~ ...`: jinja's own concatenation would check no size."""
         return self._budget.join(parts)
 
+    def _check_operation(self, name: str, subject: Any, arguments: list[Any]) -> None:
+        self._budget.count_operation(name, subject, arguments)
+        check_operation(name, subject, arguments)
+
     def _checked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a jinja filter with checks of its arguments and its result."""
 
         @wraps(function)  # copies the attributes that tell jinja which arguments to pass
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             index = 1 if hasattr(function, "jinja_pass_arg") else 0
+            if kwargs:  # put in the order of the parameters
+                bound = signature(function).bind(*args, **kwargs)
+                args, kwargs = bound.args, bound.kwargs
             if name in ("join", "sum"):
                 args = (*args[:index], _listed(args[index]), *args[index + 1 :])
-            check_operation(name, args[index], [*args[index + 1 :], *kwargs.values()])
+            self._check_operation(name, args[index], [*args[index + 1 :], *kwargs.values()])
             return self._budget.count_created(function(*args, **kwargs))
 
         return wrapper
@@ -166,7 +184,7 @@ class _TextTransformer(NodeTransformer):
 
 
 class _CountingTransformer(NodeTransformer):
-    """Inserts counting into loops and macros, and a size check into concatenation."""
+    """Inserts counting into loops, macros and comparisons, and size checks into concatenations."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -180,6 +198,12 @@ class _CountingTransformer(NodeTransformer):
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_counting_call(_MACRO_COST, node), lineno=node.lineno))
+        return node
+
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.expr, nodes.Const):
+            node.expr = _filter_node(_SEARCH_FILTER, [node.expr], node)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:

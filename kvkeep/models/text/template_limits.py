@@ -2,26 +2,40 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Set, Sized, ValuesView
 from typing import Any
 
 from jinja2 import TemplateRuntimeError
+from jinja2.utils import Namespace
 
 MAX_ITERATIONS = 300_000  # of all loops of a short conversation together
-# Templates such as Gemma 4's look through all messages for each. An iteration takes some 3 µs.
-_ITERATIONS_OF_PAIR, _MAX_ITERATIONS_OF_LONG = 4, 10_000_000
+# Templates such as Gemma 4's look through all messages for each. An iteration takes 3 to 5 µs.
+_ITERATIONS_OF_PAIR, _MAX_ITERATIONS_OF_LONG = 4, 3_000_000
+_ITEMS_READ_AT_ONCE, _CHARACTERS_READ_AT_ONCE = 4, 4096  # in the time of an iteration
 MAX_SIZE = 20_000_000  # characters or items of a value, and of the output; also the largest width
 MAX_CREATED = 1_000_000_000  # characters and items of all values together
 _MAX_FORMAT_LENGTH = 1000
-# A width or precision of four digits or from an argument, in both kinds of format strings.
-_WIDE_FORMAT = re.compile(r"%[^%a-zA-Z]*(?:\d{4}|\*)|[:.][^{}]*\d{4}|\{[^{}]*\{")
+# A width or precision of four digits or from an argument, in both kinds of format strings. Names
+# and indices of arguments may hold brackets: there any later number counts, and no brace may be.
+_WIDE_FORMAT = re.compile(
+    r"%(?:\(.*|[^%a-zA-Z]*)(?:\d{4}|\*)|[:.][^{}]*\d{4}|\{[^{}]*\{|\{[^{}]*\[[^\]]*[{}]",
+    re.DOTALL,
+)
 _MAX_WIDTH = 1000  # of an indentation, and digits of a rounded number
 # Filters and methods with arguments that set a size: a width, a number of items or of digits.
 _SIZED = frozenset(
+    ("center", "expandtabs", "indent", "ljust", "rjust", "round", "truncate", "zfill")
+)
+# Filters that read all items, though their result may be small.
+_READING = frozenset(
     (
-        *("batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"),
-        *("to_bytes", "truncate", "zfill"),
+        *("dictsort", "groupby", "join", "list", "map", "max", "min", "reject", "rejectattr"),
+        *("select", "selectattr", "sort", "sum", "unique"),
     )
+)
+# Those that may compare each character with each of an argument.
+_COMPARING_ALL = frozenset(
+    ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
 )
 
 
@@ -47,6 +61,29 @@ class RenderingBudget:
         self._range_numbers += len(numbers) if is_small else MAX_SIZE
         self._check_iterations(self._range_numbers)
         return numbers
+
+    def count_operation(self, name: str, subject: Any, arguments: list[Any]) -> None:
+        """Count the time of a filter or method that reads more than it creates."""
+        if name in ("batch", "slice"):
+            self.count_iterations(max((abs(v) for v in arguments if isinstance(v, int)), default=0))
+        elif isinstance(subject, str) and name in _COMPARING_ALL:
+            self._count_read(
+                subject, max((len(v) for v in arguments if isinstance(v, str)), default=1)
+            )
+        elif isinstance(subject, str) or name in _READING:
+            self._count_read(subject)
+
+    def count_searched(self, value: Any) -> Any:
+        """Count the items of a value that is compared or searched, and return it."""
+        if not isinstance(value, (Mapping, Set)):  # these find an item at once
+            self._count_read(value)
+        return value
+
+    def _count_read(self, value: Any, times: int = 1) -> None:
+        if isinstance(value, Sized):
+            is_text = isinstance(value, str)
+            at_once = _CHARACTERS_READ_AT_ONCE if is_text else _ITEMS_READ_AT_ONCE
+            self.count_iterations(len(value) * times // at_once)
 
     def _check_iterations(self, count: int) -> None:
         if count > self._max_iterations:
@@ -83,12 +120,16 @@ def text_size(value: Any) -> int:
         item = stack.pop()
         if isinstance(item, str):
             size += len(item)
+        elif isinstance(item, (int, float)):
+            size += 8
         elif isinstance(item, Mapping):
             stack += [*item.keys(), *item.values()]
             size += 4 * len(item)
-        elif isinstance(item, (list, tuple, set)):
+        elif isinstance(item, (list, tuple, Set, ValuesView)):
             stack += item
             size += 2 * len(item)
+        elif isinstance(item, Namespace):
+            raise TemplateRuntimeError("it writes a namespace")
         else:
             size += 8
         if size > MAX_SIZE:
@@ -130,6 +171,8 @@ def check_operation(name: str, subject: Any, arguments: list[Any]) -> None:
         _check_product(count, text_size(separator))
     elif name in ("sum", "string"):
         text_size(subject)
+        if name == "sum" and any(isinstance(value, (list, tuple)) for value in arguments):
+            raise TemplateRuntimeError("it adds up lists")  # copied for each
     elif name in ("format", "format_map"):
         check_format(str(subject), arguments)
     elif name == "replace" and len(arguments) > 1:
