@@ -9,7 +9,7 @@ const { isCopyOf, keepUndo } = await import(`${FILES}/undo.js`);
 const { turnsOf } = await import(`${FILES}/turns.js`);
 const { budgetRange } = await import(`${FILES}/settings_dialog.js`);
 const { withDates } = await import(`${FILES}/conversations.js`);
-const { splitAnswer, splitFences, withFiles } = await import(`${FILES}/message_parts.js`);
+const { splitAnswer, splitFences, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 
 test("a message is split into its blocks of code and the text around them", () => {
   const pieces = (text) => splitFences(text).map(({ isCode, text: own }) => [isCode, own]);
@@ -59,6 +59,20 @@ test("without a name, reasoning is what an answer begins with", () => {
     assert.deepEqual(pieces(text), [["text", text]]);
   }
   assert.deepEqual(pieces("Don't `x`: <tool_call>{\"a\": 1}"), [["text", "Don't `x`:"], ["tool", '{"a": 1}']]);
+});
+
+test("tool calls, results and later reasoning are apart, also while they are generated", () => {
+  const call = "get_weather\n<arg_key>city</arg_key><arg_value>Lima</arg_value>";
+  assert.deepEqual(pieces(`So:<tool_call>${call}</tool_call>`), [["text", "So:"], ["tool", call]]);
+  assert.deepEqual(pieces("<tool_call>now\n</tool_call>It is"), [["tool", "now"], ["text", "It is"]]);
+  for (const begun of ["", "get_w", "get_weather\n<ar", "{"]) assert.deepEqual(splitAnswer(`A\n<tool_call>${begun}`)[1], { kind: "tool", text: begun, open: true });
+  assert.deepEqual(pieces("<tool_response>\nNo rain today.\n</tool_response>\nDry."), [["tool", "No rain today."], ["text", "Dry."]]);
+  assert.deepEqual(pieces("Sure.\n<think>hm</think>\nOK"), [["text", "Sure."], ["reasoning", "hm"], ["text", "OK"]]);
+  assert.deepEqual(splitAnswer("<think>a</think>B\n<think>\nc").map(({ kind, open }) => [kind, open]), [["reasoning", false], ["text", false], ["reasoning", true]]);
+  for (const text of ["See\n<think> tags, of which none ends.", "Write `<tool_response>` and <tool_response> before it.", "a\n```\n<think>b</think>\n```"]) {
+    assert.deepEqual(pieces(text), [["text", text]]);
+  }
+  assert.deepEqual([call, "now"].map(toolName), ["get_weather", "tool"]);
 });
 
 test("titles are cut between characters, and the server takes those of branches", () => {

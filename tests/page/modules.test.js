@@ -13,7 +13,8 @@ const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { noteText, openNote } = await import(`${FILES}/message_note.js`);
-const { isUndoCopy, isUndoName, offeredStep, sinceText } = await import(`${FILES}/undo.js`);
+const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
+const { sinceText } = await import(`${FILES}/undo_change.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
 const span = (start, end) => ({ start, end });
@@ -119,7 +120,9 @@ test("forks that are kept for undo are known by their names", () => {
   assert.ok(!isUndoName("_undo"));
   const copy = { name: "_undo.a.1.pin", parent: "a" };
   assert.ok(isUndoCopy(copy, [copy, { name: "a" }]));
-  assert.ok(!isUndoCopy(copy, [copy])); // the only one that is left is shown
+  const newer = { name: "_undo.a.10.pin", parent: "a" };
+  assert.ok(isUndoCopy(copy, [copy, newer]));
+  assert.ok(!isUndoCopy(newer, [copy, newer])); // the newest that is left is shown
 });
 
 test("the newest change is undone, but no pin once the text has gone on", () => {

@@ -169,6 +169,43 @@ def test_a_page_that_is_hidden_holds_no_connection(page: Page, server: RunningSe
     expect(page.locator(".turn")).to_have_count(2)
 
 
+def test_a_page_that_is_shown_again_keeps_what_is_still_true(
+    page: Page, server: RunningServer
+) -> None:
+    """A selection and the turns stay, unless another session has taken the name meanwhile."""
+    create(server, "paused", turns=2)
+    page.goto("/#/sessions/paused")
+    page.get_by_label("or span").select_option("turn 2 question")
+    end = page.get_by_label("to (excluded)")
+    expect(end).not_to_have_value("0")
+    texts: list[str] = []
+    page.on("request", lambda request: texts.append(request.url) if "/text?" in request.url else 0)
+    pause(page)
+    expect(end).not_to_have_value("0")
+    page.goto("/#/chat/paused")
+    expect(page.locator(".turn")).to_have_count(2)
+    loaded = len(texts)
+    pause(page)
+    assert len(texts) == loaded
+    page.goto("/#/sessions/paused")
+    page.get_by_label("or span").select_option("turn 2 question")
+    set_hidden(page, True)
+    with server.client() as client:
+        client.delete("/v1/sessions/paused").raise_for_status()
+    create(server, "paused", turns=2)
+    set_hidden(page, False)
+    expect(end).to_have_value("0")
+
+
+def pause(page: Page) -> None:
+    """Hide the page, and show it again, until it has asked what it shows for changes."""
+    with page.expect_event("requestfailed", lambda failed: failed.url.endswith("/v1/events")):
+        set_hidden(page, True)
+    with page.expect_response("**/sessions/paused/memory"):
+        set_hidden(page, False)
+    page.wait_for_timeout(300)  # its text would be requested
+
+
 def set_hidden(page: Page, hidden: bool) -> None:
     script = """(hidden) => {
         Object.defineProperty(document, "hidden", { configurable: true, value: hidden });
@@ -195,6 +232,8 @@ def test_a_key_that_a_restarted_server_refuses_is_asked_for_again(
     end_events(page, server)
     dialog = page.locator("dialog")
     expect(dialog).to_contain_text("API key required")
+    expect(page.locator("#gone")).to_contain_text("refuses this page's API key")
+    page.evaluate("document.dispatchEvent(new CustomEvent('streams'))")  # as of an answer's end
     expect(page.locator("#gone")).to_contain_text("refuses this page's API key")
     dialog.locator("input").fill("a\N{EN DASH}b")
     dialog.get_by_role("button", name="Continue").click()

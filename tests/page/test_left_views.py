@@ -119,6 +119,29 @@ def test_a_text_of_a_dialog_that_is_refused_is_asked_for_again(page: Page) -> No
     expect(page.locator("#status")).to_contain_text("The system prompt was replaced")
 
 
+def test_an_edited_message_of_a_conversation_that_is_gone_is_in_the_box(
+    page: Page, server: RunningServer
+) -> None:
+    create(server, "gone-while-edited", turns=2)
+    page.goto("/#/chat/gone-while-edited")
+    page.route("**/v1/events", lambda route: route.abort())
+    page.reload()
+    page.get_by_role("button", name="Edit", exact=True).last.click()
+    page.locator("dialog textarea").fill("Name a pond.")
+    with server.client() as client:
+        client.delete("/v1/sessions/gone-while-edited").raise_for_status()
+    page.locator("dialog button.main").click()
+    expect(page.locator(".log")).to_contain_text("The server no longer has this conversation")
+    expect(box(page)).to_have_value("Name a pond.")
+    expect(page.locator("#status")).not_to_be_empty()
+    page.unroute_all()
+
+
+def test_settings_of_a_new_chat_are_loaded_before_the_server_is_gone(page: Page) -> None:
+    with page.expect_response("**/chat_changes.js"):
+        page.reload()
+
+
 def test_escape_in_the_search_stops_no_answer(page: Page) -> None:
     held = hold(page, "**/turns", "POST")
     box(page).fill("Name a lake.")

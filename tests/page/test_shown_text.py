@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from page.conftest import create
 from page.test_chat import box
 from page.test_drafts import hold_turns
@@ -23,7 +24,8 @@ def test_html_of_an_answer_is_shown_as_it_was_written(page: Page, server: Runnin
     answer = (
         "Use List<String> or vector<int>, and a <script> tag; <title>Home</title> is one.<br>"
         "H<sub>2</sub>O, ![a cat](https://example.org/cat.png)\n\n"
-        "<div>\n**inside**\n</div>\n\n<!-- a note --> <select><option>end"
+        "<div>\n**inside**\n</div>\n\n<!-- a note --> <select><option>end\n\n"
+        '<a href="https://example.org/x">the page</a>, <!-- https://example.org/y --> *so*'
     )
     show_answer(page, server, "with-html", answer)
     shown = page.locator(".answer .markdown")
@@ -36,6 +38,12 @@ def test_html_of_an_answer_is_shown_as_it_was_written(page: Page, server: Runnin
     expect(shown.locator("strong")).to_have_text("inside")
     expect(shown.locator("sub")).to_have_text("2")
     expect(shown.locator("p").first.locator("br")).to_have_count(1)
+    last = shown.locator("p").last
+    expect(last).to_have_text(
+        '<a href="https://example.org/x">the page</a>, <!-- https://example.org/y --> so'
+    )
+    expect(last.locator("a")).to_have_count(0)
+    expect(last.locator("em")).to_have_text("so")
 
 
 def test_an_answer_that_nests_too_deeply_is_shown_as_text(
@@ -56,6 +64,19 @@ def test_an_answer_that_nests_too_deeply_is_shown_as_text(
     expect(page.locator(".turn.unconfirmed .answer")).to_contain_text(quotes[:200])
     expect(page.locator(".chat.busy")).to_have_count(0)
     page.unroute_all()
+
+
+@pytest.mark.parametrize("marks", ["> ", "- ", "> 1. "], ids=["quotes", "list", "both"])
+def test_a_line_of_a_hundred_quotes_or_lists_is_shown_as_text(
+    page: Page, server: RunningServer, marks: str
+) -> None:
+    """A few are what they stand for."""
+    name = f"deep-{len(marks)}-{ord(marks[0])}"
+    show_answer(page, server, name, f"> - > few\n\n{marks * 4}some")
+    expect(page.locator(".answer blockquote ul blockquote").first).to_have_text("few")
+    show_answer(page, server, f"{name}-text", f"Well.\n{marks * 100}many")
+    expect(page.locator(".answer .plain")).to_contain_text(f"{marks * 100}many")
+    expect(page.locator(".answer").locator("blockquote, li")).to_have_count(0)
 
 
 def test_what_is_unfolded_stays_so_when_the_chat_is_drawn_again(

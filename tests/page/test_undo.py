@@ -84,6 +84,12 @@ def test_an_undo_that_fails_in_the_middle_loses_nothing(page: Page, client: http
     page.get_by_role("button", name="Undo remove").click()
     expect(page.locator(".question")).to_have_count(3)
     assert client.get("/v1/sessions/fails/memory").json()["resident"]
+    page.route("**/resident", lambda route: route.abort())
+    page.locator(".turn-bars button[data-turn='turn 2']").click()
+    card_button(page, "Remove").click()
+    expect(page.locator(".question")).to_have_count(2)
+    page.get_by_role("button", name="Undo remove").click()
+    expect(page.locator("#status")).to_have_text("Undone: remove.")
     page.locator(".turn-bars button[data-turn='turn 2']").click()
     card_button(page, "Remove").click()
     expect(page.locator(".question")).to_have_count(2)

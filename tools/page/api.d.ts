@@ -43,6 +43,7 @@ interface SessionEntry {
 interface Memory {
   name: string;
   title: string | null;
+  created: number;
   revision: number;
   saved_revision: number | null;
   tokens: number;

@@ -34,7 +34,7 @@ router = body_router()
 _MAX_PIECES = 4096  # tokens of one response
 _SESSION_FIELDS = (
     *("name", "title", "revision", "tokens", "cells", "max_kv_size", "bytes", "parent", "busy"),
-    *("resident", "saved_revision", "policy", "checkpoints"),
+    *("resident", "saved_revision", "policy", "checkpoints", "created"),
 )
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
 _TokenIndex = Annotated[int, Query(ge=0, lt=2**40)]

@@ -5,12 +5,12 @@ import { get, messageOf, nullIfMissing } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
 import { goneParagraph, joinedDraft, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
 import { ChatFrame } from "./chat_frame.js";
-import { handlersOf, onKey, withChanges } from "./chat_handlers.js";
+import { handlersOf, loadChanges, onKey, withChanges } from "./chat_handlers.js";
 import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
 import { titleOf } from "./chat_settings.js";
 import { originOf } from "./conversations.js";
-import { fill, h, showStatus, statusText } from "./dom.js";
-import { debounce, isLive, onOperation } from "./live.js";
+import { fill, focusNow, h, showStatus, statusText } from "./dom.js";
+import { debounce, isLive, onOperation, SHOWN_AGAIN } from "./live.js";
 import { knownSessions, onSessions } from "./session_list.js";
 import { standingNote, turnElement } from "./message.js";
 import { noteElement, withOpenNote } from "./message_note.js";
@@ -29,8 +29,7 @@ const WATCH_EVERY = 1000; // milliseconds, while a model generates
  * @param {HTMLElement} container @param {View} view
  */
 export async function chat(container, { signal, edits, parts, settings }) {
-  const view = new ChatView(container, signal, edits, settings);
-  await view.open(parts[1] || null);
+  await new ChatView(container, signal, edits, settings).open(parts[1] || null);
 }
 
 export class ChatView {
@@ -67,10 +66,11 @@ export class ChatView {
     document.addEventListener("keydown", (event) => onKey(this, event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
+      if (operation === SHOWN_AGAIN) return reloadSoon();
       const isOwn = !operation || operation.session === this.name;
       this.isDeleted ||= isOwn && operation?.what === "delete";
       if (isOwn && (!operation || this.isDeleted)) this.isOutdated = true; // revisions may start again
-      if (isOwn || ["fork", "delete"].includes(operation.what)) reloadSoon(); // of another session: it may share cells
+      return isOwn || ["fork", "delete"].includes(operation.what) ? reloadSoon() : null; // of another session: it may share cells
     }, signal);
     onSessions((entries) => {
       this.drawHeader();
@@ -96,6 +96,7 @@ export class ChatView {
       this.frame.restore(keptView(name));
       await this.load();
     }
+    if (this.edits) loadChanges(); // here by the time they are asked for
     if (this.edits && [focused, document.body].includes(focusNow())) this.frame.box.focus(); // or else it was moved meanwhile
   }
 
@@ -136,7 +137,7 @@ export class ChatView {
     const memory = /** @type {Memory | null} */ (await get(`${this.path}/memory`).catch(nullIfMissing));
     if (this.signal.aborted || name !== this.name) return;
     if (!memory) return this.drawGone();
-    if (before && before.revision === memory.revision && before.tokens === memory.tokens) {
+    if (isUnchanged(before, memory)) {
       this.memory = memory;
       this.frame.panel.drawBudget(memory); // what it shares may be less
       return this.drawBusy();
@@ -195,7 +196,6 @@ export class ChatView {
     const shown = JSON.stringify([name, step, origin]);
     if (shown === this.shownHeader) return;
     this.shownHeader = shown;
-    if (edits) import("./chat_changes.js").catch(() => {}); // here by the time it is asked for
     const link = h("a", { class: "button", href: `#/sessions/${name}` }, "Inspect");
     const branch = edits ? h("button", { onclick: () => this.exclusively(() => withChanges(this, (changes) => changes.branch(null))) }, "Branch") : null;
     fill(this.frame.buttons, branch, link, step ? undoElement(step, () => this.exclusively(() => withChanges(this, (changes) => changes.undo(step)), { focus: () => focusUndo(this.frame.box) })) : null);
@@ -295,5 +295,6 @@ export class ChatView {
   }
 }
 
-// What has the focus: a link by where it leads, as a list that is drawn again has others.
-const focusNow = () => document.activeElement?.getAttribute("href") || document.activeElement;
+// Whether a session is the one that was shown, as it was.
+/** @param {Memory | null} shown @param {Memory} now */
+const isUnchanged = (shown, now) => shown?.created === now.created && shown.revision === now.revision && shown.tokens === now.tokens;

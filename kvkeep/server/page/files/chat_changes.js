@@ -139,7 +139,7 @@ export class ChatChanges {
   async editAgain(question, text) {
     const failure = takeStatus();
     await this.chat.reload();
-    const turn = this.chat.turns.find(({ parts }) => parts.some((part) => part.label === question.label && part.text === question.text));
+    const turn = this.chat.memory && this.chat.turns.find(({ parts }) => parts.some((part) => part.label === question.label && part.text === question.text));
     if (turn) return this.editQuestion(turn, turn.parts[0], text, failure);
     this.chat.answers.giveBack(text);
     showStatus(failure, true);

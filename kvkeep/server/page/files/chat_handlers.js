@@ -6,12 +6,15 @@ import { showStatus } from "./dom.js";
 /** @typedef {import("./chat.js").ChatView} ChatView */
 /** @typedef {import("./chat_changes.js").ChatChanges} ChatChanges */
 
+// Loads the code of changes, which the first view does without; null without the server.
+export const loadChanges = () => import("./chat_changes.js").catch(() => null);
+
 /**
- * Runs a change of the conversation. Its code is loaded once it is needed; without the server it says so.
+ * Runs a change of the conversation. Without the server, from which its code is loaded, it says so.
  * @param {ChatView} chat @param {(changes: ChatChanges) => Promise<any>} run
  */
 export async function withChanges(chat, run) {
-  const loaded = await import("./chat_changes.js").catch(() => null);
+  const loaded = await loadChanges();
   return loaded ? run(new loaded.ChatChanges(chat)) : showStatus(NOT_LOADED, true);
 }
 

@@ -25,6 +25,9 @@ export function fill(element, ...children) {
   element.replaceChildren(...present(children));
 }
 
+// Returns what has the focus: a link by where it leads, as a list that is drawn again has others.
+export const focusNow = () => document.activeElement?.getAttribute("href") || document.activeElement;
+
 /** @param {any[]} children @returns {any[]} */
 const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined);
 

@@ -5,14 +5,19 @@ import { ApiError, streamEvents } from "./api.js";
 const READING = ["generate", "feed"]; // operations whose tokens are all those that were evaluated
 const RATE_WINDOW = 10_000; // milliseconds
 const LONGEST_WAIT = 8000; // milliseconds between two attempts to connect
-/** @type {Set<(operation: Operation | null) => void>} */
+/** What listeners receive once a page that was hidden follows operations again. */
+export const SHOWN_AGAIN = "shown again";
+
+/** @typedef {Operation | typeof SHOWN_AGAIN | null} Event  null: after a reconnection, perhaps to a server that was restarted. */
+
+/** @type {Set<(event: Event) => void>} */
 const listeners = new Set();
 /** @type {Map<string, [number, number][]>} */
 const recentTokens = new Map(); // by session: [time, tokens] of each operation
 
 /**
- * Calls a listener for each operation, or with null after a reconnection, until the signal aborts.
- * @param {(operation: Operation | null) => void} listener @param {AbortSignal} signal
+ * Calls a listener for each operation, and once some may have been missed, until the signal aborts.
+ * @param {(event: Event) => void} listener @param {AbortSignal} signal
  */
 export function onOperation(listener, signal) {
   listeners.add(listener);
@@ -49,14 +54,15 @@ export const KEY_REFUSED = "key refused";
  * @param {(state: string) => void} onState  receives "live", "not connected" or KEY_REFUSED
  */
 export async function followOperations(onState) {
-  let [failures, isAgain] = [0, false];
+  let [failures, wasHidden] = [0, false];
   const onOpen = () => {
-    [live, failures] = [true, 0];
+    const [hasFailed, hadPause] = [failures > 0, wasHidden];
+    [live, failures, wasHidden] = [true, 0, false];
     onState("live");
-    if (isAgain) for (const listener of listeners) listener(null); // operations may have been missed
+    if (hasFailed || hadPause) notify(hasFailed ? null : SHOWN_AGAIN);
   };
-  for (;; isAgain = true) {
-    isAgain = (await waitUntilShown()) || isAgain;
+  for (;;) {
+    wasHidden = (await waitUntilShown()) || wasHidden;
     const ended = new AbortController();
     document.addEventListener("visibilitychange", () => document.hidden && ended.abort(), { signal: ended.signal });
     try {
@@ -65,7 +71,10 @@ export async function followOperations(onState) {
       if (error instanceof ApiError && error.status === 401) return onState(KEY_REFUSED);
     }
     live = false;
-    if (ended.signal.aborted) continue;
+    if (ended.signal.aborted) {
+      wasHidden = true;
+      continue;
+    }
     ended.abort();
     onState("not connected");
     await new Promise((resolve) => setTimeout(resolve, Math.min(LONGEST_WAIT, 1000 * 2 ** failures)));
@@ -78,7 +87,12 @@ function dispatch(operation) {
   const recent = recentTokens.get(operation.session) || [];
   if (READING.includes(operation.what)) recent.push([performance.now(), operation.tokens]);
   recentTokens.set(operation.session, recent);
-  for (const listener of listeners) listener(operation);
+  notify(operation);
+}
+
+/** @param {Event} event */
+function notify(event) {
+  for (const listener of listeners) listener(event);
 }
 
 /**

@@ -27,6 +27,7 @@ const content = byId("content");
 let currentView = new AbortController(); // aborted when the view is left
 let hasFailedModule = false;
 let isUnanswered = false; // whether the view could not be shown, as the server did not answer
+let isRefused = false; // whether the server refused the API key: nothing is tried again
 /** @type {PageSettings} */
 let settings = { edits: false, model: "" };
 const RETRY_EVERY = 1000; // milliseconds
@@ -108,8 +109,9 @@ function showConnection(connection, state) {
   const [gone, isLive] = [byId("gone"), state === "live"];
   const isBack = isLive && !gone.hidden;
   connection.textContent = state;
-  if (state === KEY_REFUSED) askForKey();
-  explainGone(state === KEY_REFUSED ? NEEDS_KEY : undefined);
+  isRefused = state === KEY_REFUSED;
+  if (isRefused) askForKey();
+  explainGone();
   gone.hidden = isLive;
   if (isBack && [NO_ANSWER, BROKEN_OFF].includes(statusText() || "")) showStatus("");
   if (isBack && isUnanswered) tryAgain();
@@ -120,7 +122,7 @@ const CLOSING = "The server may be shutting down or restarting; the answer still
 
 const NEEDS_KEY = "The server refuses this page's API key: load the page again to enter another one.";
 
-const explainGone = (text = isReceiving() ? CLOSING : GONE) => (byId("gone").textContent = text);
+const explainGone = () => (byId("gone").textContent = isRefused ? NEEDS_KEY : isReceiving() ? CLOSING : GONE);
 
 // A chat draws itself before it asks the server.
 /** @param {boolean} isChat */
@@ -166,7 +168,7 @@ async function start() {
   });
   document.addEventListener("keydown", undoByKey);
   document.addEventListener("click", onClick);
-  document.addEventListener("streams", () => explainGone());
+  document.addEventListener("streams", explainGone);
   followOperations((state) => showConnection(connection, state));
   conversations(byId("conversations"), settings.edits);
   await showView(false);

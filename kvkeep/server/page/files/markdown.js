@@ -20,15 +20,21 @@ const escaped = (text) => text.replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt
 marked.use({
   tokenizer: {
     html() {},
-    tag(/** @type {string} */ source) {
+    /** @this {any} @param {string} source */
+    tag(source) {
       const text = /^<(?:br ?\/?|\/?su[bp])>/i.exec(source)?.[0];
-      return text ? { type: "html", raw: text, text, inLink: false, inRawBlock: false, block: false } : undefined;
+      if (text) return { type: "html", raw: text, text, inLink: false, inRawBlock: false, block: false };
+      const raw = this.rules.inline.tag.exec(source)?.[0]; // one text, in which no URL becomes a link
+      return raw ? { type: "text", raw, text: raw, escaped: false } : undefined;
     },
   },
   renderer: {
     image: (/** @type {{href: string, text: string}} */ { href, text }) => `${escaped(text)} (<a href="${escaped(href)}">${escaped(href)}</a>)`,
   },
 });
+
+// A line that begins with a hundred quotes or lists: to parse thousands takes seconds, and fails in the end.
+const TOO_DEEP = /^(?:[ \t]*(?:>|(?:[-+*]|\d{1,9}[.)])[ \t])){100}/m;
 
 /** @type {any} */
 const purify = /** @type {any} */ (globalThis).DOMPurify;
@@ -40,12 +46,7 @@ const purify = /** @type {any} */ (globalThis).DOMPurify;
  */
 export function markdown(text, final = true) {
   const element = h("div", { class: "markdown" });
-  try {
-    const html = marked.parse(text, { async: false, gfm: true, breaks: true });
-    element.append(purify.sanitize(html, CLEAN)); // no images: they would be loaded from other hosts
-  } catch {
-    fill(element, h("div", { class: "plain" }, text)); // quotes or lists nested deeper than the browser's stack
-  }
+  fill(element, parsed(text));
   for (const link of element.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";
@@ -58,6 +59,18 @@ export function markdown(text, final = true) {
     frame.append(table);
   }
   return element;
+}
+
+// A text that nests deeper than the browser's stack stays as it is.
+/** @param {string} text @returns {Node} */
+function parsed(text) {
+  try {
+    const html = TOO_DEEP.test(text) ? null : marked.parse(text, { async: false, gfm: true, breaks: true });
+    if (html !== null) return purify.sanitize(html, CLEAN); // no images: they would be loaded from other hosts
+  } catch {
+    // as of one that is too deep
+  }
+  return h("div", { class: "plain" }, text);
 }
 
 // An answer's headings are below those of the page.

@@ -2,8 +2,15 @@
 
 /** @typedef {{kind: "reasoning" | "tool" | "text", text: string, open: boolean}} Piece  open: whether a block has not ended, as in an answer that is being generated. */
 
-// Code, in which tags are no blocks, or a block.
-const BLOCKS = /^[ \t>]*(`{3,})[\s\S]*?(?:\1|(?![\s\S]))|(`+)[^`\n]+\2|<(tool_call|tool_response)>(\s*[{[<][\s\S]*?)(?:<\/\3>|(?![\s\S]))/gm;
+const END = String.raw`(?![\s\S])`; // of the text: "$" ends a line
+// Code, in which tags are no blocks.
+const CODE = String.raw`^[ \t>]*(${"`"}{3,})[\s\S]*?(?:\1|${END})|(${"`"}+)[^${"`"}\n]+\2`;
+// What a call begins with: JSON, XML, or a name and its arguments, of which there may be a part yet.
+const CALL = String.raw`\s*[{[<]|\s*[\w.-]+\s*<(?:arg_key|/tool_call)>|[\w.-]*\s*(?:<[\w/]*)?${END}`;
+// A call anywhere; a result that begins a line; reasoning that does, and ends or has its mark alone there.
+const TOOL = String.raw`<(tool_call|tool_response)>(?=${CALL})|^[ \t]*<(tool_response)>`;
+const THOUGHT = String.raw`^[ \t]*<(think|thinking|reasoning)>(?=[ \t]*$|[\s\S]*?</\5>)`;
+const BLOCKS = new RegExp(String.raw`${CODE}|(?:${TOOL}|${THOUGHT})([\s\S]*?)(?:</(?:\3\4\5)>|${END})`, "gm");
 const LEADING = /^\s*<(think|thinking|reasoning)>([\s\S]*?)(?:<\/\1>|$)/;
 const UNOPENED_END = /\n[ \t]*<\/(?:think|thinking|reasoning)>[ \t]*(?=\n|$)/;
 // Marks around the reasoning that the server names.
@@ -42,7 +49,7 @@ export function splitAnswer(text, reasoning) {
   return [...splitSaid(before), ...thoughts, ...splitSaid(after)];
 }
 
-/** @param {string} text without reasoning @returns {Piece[]} */
+/** @param {string} text without the reasoning that it begins with @returns {Piece[]} */
 function splitSaid(text) {
   /** @type {Piece[]} */
   const pieces = [];
@@ -52,9 +59,10 @@ function splitSaid(text) {
     if (said.trim()) pieces.push({ kind: "text", text: said, open: false });
   };
   for (const match of text.matchAll(BLOCKS)) {
-    if (!match[3]) continue;
+    const [tool, thought] = [match[3] || match[4], match[5]];
+    if (!tool && !thought) continue;
     say(text.slice(end, match.index));
-    pieces.push({ kind: "tool", text: match[4].trim(), open: !match[0].endsWith(`</${match[3]}>`) });
+    pieces.push({ kind: tool ? "tool" : "reasoning", text: match[6].trim(), open: !match[0].endsWith(`</${tool || thought}>`) });
     end = match.index + match[0].length;
   }
   say(text.slice(end));
@@ -66,7 +74,7 @@ function splitSaid(text) {
  * @param {string} text
  */
 export function toolName(text) {
-  const match = /"name"\s*:\s*"([^"]+)"/.exec(text) || /<function=([^>]+)>/.exec(text);
+  const match = /"name"\s*:\s*"([^"]+)"/.exec(text) || /<function=([^>]+)>/.exec(text) || /^([\w.-]+)\s*<arg_key>/.exec(text);
   return match ? match[1] : "tool";
 }
 

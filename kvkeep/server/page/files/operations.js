@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
-import { onOperation } from "./live.js";
+import { onOperation, SHOWN_AGAIN } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { isCopyOf, isUndoName } from "./undo.js";
 
@@ -27,7 +27,7 @@ export async function operations(container, { signal }) {
     if (!signal.aborted) draw();
   };
   onOperation((operation) => {
-    if (!operation) return reload().catch(() => {}); // the connection's state is shown elsewhere
+    if (!operation || operation === SHOWN_AGAIN) return reload().catch(() => {}); // the connection's state is shown elsewhere
     log = [operation, ...log].slice(0, MAX_ROWS);
     return draw();
   }, signal);

@@ -3,7 +3,7 @@
 import { get, messageOf } from "./api.js";
 import { selectionBar, sessionButtons } from "./actions.js";
 import { fill, h, showStatus, title } from "./dom.js";
-import { debounce, onOperation } from "./live.js";
+import { debounce, onOperation, SHOWN_AGAIN } from "./live.js";
 import { fetchPieces } from "./pieces.js";
 import { Change } from "./inspector_change.js";
 import { factLine, originText } from "./session_facts.js";
@@ -73,10 +73,11 @@ class SessionView {
       else this.reload();
     });
     onOperation((operation) => {
-      if (operation && operation.session !== this.name) return;
+      if (operation === SHOWN_AGAIN) return reloadSoon();
+      if (operation && operation.session !== this.name) return null;
       // Revisions may restart: after a restart of the server, or with a new session of this name.
       if (!operation || operation.what === "delete") this.forget();
-      reloadSoon();
+      return reloadSoon();
     }, this.signal);
     onSessions(() => {
       this.offerUndo();
@@ -105,6 +106,7 @@ class SessionView {
       const latest = await get(this.path);
       if (this.signal.aborted || request < this.lastApplied) return;
       this.lastApplied = request;
+      if (latest.created !== this.memory.created) this.forget(); // another one has the name
       const unchanged = latest.revision === this.memory.revision && this.isDrawn;
       this.memory = latest;
       if (unchanged) this.drawFacts(); // tokens under the pointer stay in place

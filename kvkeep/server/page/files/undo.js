@@ -3,8 +3,6 @@
 import { get, send } from "./api.js";
 import { signatureOf } from "./message_note.js";
 
-/** @typedef {import("./turns.js").Turn} Turn */
-
 /** Changes of a session that can be undone: each keeps a fork. */
 export const MOST = 10;
 const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
@@ -15,14 +13,17 @@ const stemOf = (session) => (session.length > 70 ? `${session.slice(0, 50)}.${si
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
 
+/** Returns the number of a copy for undo: the newest has the highest. Of other names 0. @param {string} name */
+const numberOf = (name) => Number(NAME.exec(name)?.[2] || 0);
+
 /** Whether a name is that of a copy for a session's undo. @param {string} name @param {string} session */
 export const isCopyOf = (name, session) => [stemOf(session), session.slice(0, 70)].includes(NAME.exec(name)?.[1] || "");
 
 /**
- * Whether a session is a copy for the undo of another one that exists.
+ * Whether a session is a copy for the undo of another one that exists, or not the newest copy of one that does not.
  * @param {SessionEntry} entry @param {SessionEntry[]} entries all sessions
  */
-export const isUndoCopy = (entry, entries) => isUndoName(entry.name) && entries.some(({ name }) => name === entry.parent);
+export const isUndoCopy = (entry, entries) => isUndoName(entry.name) && entries.some(({ name, parent }) => name === entry.parent || (parent === entry.parent && numberOf(name) > numberOf(entry.name)));
 
 /** @type {Record<string, string>} */
 const WORDS = { delete: "remove", edit: "replace" };
@@ -72,20 +73,6 @@ export async function dropObsolete(session, tokens) {
   const steps = await undoSteps(session);
   const first = steps.findIndex((step) => !isObsolete(step, tokens));
   for (const { name } of first < 0 ? steps : steps.slice(0, first)) await send("DELETE", `/v1/sessions/${name}`);
-}
-
-/**
- * Returns what was said since an earlier state of a conversation, in words; "" for nothing.
- * @param {Turn[]} turns that are new, or went on @param {Turn[]} earlier
- * @param {boolean} isRegenerated whether the earlier state has another answer, in place of which one was generated that went on
- */
-export function sinceText(turns, earlier, isRegenerated = false) {
-  const isContinued = (/** @type {Turn} */ { parts: [asked, answer] }) =>
-    answer && earlier.some(({ parts: [question, begun] }) => begun && question.text === asked.text && (isRegenerated || answer.text.startsWith(begun.text)));
-  const continued = turns.filter(isContinued).length;
-  const added = turns.length - continued;
-  const texts = [continued ? "the continued answer" : "", added === 1 ? "the turn" : added ? `the ${added} turns` : ""];
-  return texts.filter(Boolean).join(" and ").replace(/^t/, "T");
 }
 
 /** @param {string} session */

@@ -8,7 +8,7 @@ import { dropOpenNotes, signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
 import { changeError } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
-import { MOST, sinceText, stepsAmong, wordOf } from "./undo.js";
+import { MOST, stepsAmong, wordOf } from "./undo.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./undo.js").Step} Step */
@@ -46,6 +46,20 @@ async function saidSince(memory, step, turns) {
   const isAsRegenerated = () => now.some((turn) => signatureOf({ text: turnText(turn) }) === keptOf(memory.name).regenerated);
   const allowsChange = step.operation === "replace" || (step.operation === "regenerate" && isAsRegenerated()); // not if it was gone on with
   return sinceText(turnsSince(now, earlier, allowsChange), earlier, step.operation === "regenerate");
+}
+
+/**
+ * Returns what was said since an earlier state of a conversation, in words; "" for nothing.
+ * @param {Turn[]} turns that are new, or went on @param {Turn[]} earlier
+ * @param {boolean} isRegenerated whether the earlier state has another answer, in place of which one was generated that went on
+ */
+export function sinceText(turns, earlier, isRegenerated = false) {
+  const isContinued = (/** @type {Turn} */ { parts: [asked, answer] }) =>
+    answer && earlier.some(({ parts: [question, begun] }) => begun && question.text === asked.text && (isRegenerated || answer.text.startsWith(begun.text)));
+  const continued = turns.filter(isContinued).length;
+  const added = turns.length - continued;
+  const texts = [continued ? "the continued answer" : "", added === 1 ? "the turn" : added ? `the ${added} turns` : ""];
+  return texts.filter(Boolean).join(" and ").replace(/^t/, "T");
 }
 
 /** @param {Memory} memory */
@@ -87,6 +101,6 @@ async function undo(session, step, revision) {
   const isResident = data.some((/** @type {SessionEntry} */ { name, resident }) => name === session && resident);
   await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
   await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
-  if (isResident) await send("PUT", `/v1/sessions/${session}/resident`, { resident: true });
+  if (isResident) await send("PUT", `/v1/sessions/${session}/resident`, { resident: true }).catch(() => {}); // it is undone all the same
   for (const { name } of [step, ...later]) await send("DELETE", `/v1/sessions/${name}`);
 }
