@@ -14,6 +14,8 @@ BEFORE_RELEASES = (
     # Further cases of what takes a browser, an agent or a fleet 20 seconds.
     "page/test_detached.py::test_an_answer_goes_on_when_its_page_is_left?inspect?",
     "page/test_page.py::test_every_view_is_accessible_at_every_width?dark-examined1?",
+    # Twenty seconds of connections that the system lets wait.
+    "cli/test_few_files.py::test_more_connections*",
     # Long changes, and more moments of a kill.
     "engine/test_engine.py::test_after_a_rewind_or_fork*?fork?",
     "engine/test_engine.py::test_generations_continue_during_a_long_change",
