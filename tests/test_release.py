@@ -236,7 +236,7 @@ def test_a_wheel_decodes_with_kernels_whatever_faster_ones_need(tools: None) -> 
 def test_snippets_of_the_readme_are_checked_where_only_an_installed_package_is(
     tmp_path: Path,
 ) -> None:
-    """As by `require_readme`: the tree has no sources of kvkeep."""
+    """The tree is that of `require_readme`, without the sources of kvkeep."""
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "pyproject.toml", "docs"):

@@ -324,7 +324,7 @@ def test_options_that_the_server_does_not_have_are_refused(
 def test_a_printed_script_has_the_address_the_key_and_the_name_of_its_server(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """As the options of the server give them; a server on all addresses is reached on this one."""
+    """The options of the server give both; a server on all addresses is reached by loopback."""
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     serve = f"--port 9000 --host :: --alias own --api-key-file {keys} --max-kv-size 20000"

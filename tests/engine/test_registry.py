@@ -569,7 +569,7 @@ def test_a_snapshot_continues_as_the_session_does_and_is_no_session(tmp_path: Pa
 
 
 def test_names_and_labels_in_a_folder_differ_in_more_than_case(tmp_path: Path) -> None:
-    """Where the file system ignores case, both would be one file."""
+    """A file system that ignores case would store both in one file."""
     with new_engine(tmp_path) as engine:
         engine.create(name="Notes").result()
         engine.create(name="notes", owner="b").result()

@@ -263,7 +263,7 @@ def test_cross_origin_requests_are_refused(
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_foreign_pages_load_nothing_without_an_origin(server: RunningServer, site: str) -> None:
-    """As by <img> and by fetch in mode no-cors. Other ports of a host are of the same site."""
+    """<img> and fetch in mode no-cors send none. Other ports of a host are of the same site."""
     headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
     link = {**headers, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     with server.client() as client:

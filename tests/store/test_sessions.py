@@ -47,7 +47,7 @@ def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_new_name_differs_from_others_in_more_than_case(tmp_path: Path) -> None:
-    """Where the file system ignores case, both would be one file."""
+    """A file system that ignores case would store both in one file."""
     legacy, folder = (
         SessionFolder(tmp_path / "old"),
         SessionFolder(tmp_path / "new", tmp_path / "old"),

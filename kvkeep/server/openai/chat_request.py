@@ -86,7 +86,7 @@ class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives of each token to report; None for no log-probabilities.
+        """The number of alternatives of each token to report; None for no log-probabilities.
 
         Raises InvalidArgument for alternatives without log-probabilities, as OpenAI's API does.
         """
