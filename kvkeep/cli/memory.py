@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kvkeep.cli import compression, model_options, options
 from kvkeep.cli.model_options import load_by_name
-from kvkeep.cli.output import say
+from kvkeep.cli.output import format_size, say
 from kvkeep.cli.store import STORE_OPTION
 from kvkeep.errors import InvalidArgument, StoreError, UnsupportedModel
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
+from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES
 from kvkeep.types import BitsName, DtypeName, PolicyName, WeightFormat
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ CODEC_HELP = (
 MEMORY_SECTION = "Memory"  # heading of these options in the help
 SINKS = 4  # attention sinks: first tokens that are never evicted
 WHOLE_PROMPT = -1  # value of `--keep` for all tokens of the first prompt
-DEFAULT_PREFIX_BYTES = 2_000_000_000
 
 
 def keep_option(
@@ -189,7 +189,7 @@ class PrefixOptions:
         is_flag=True, help="Read evaluated prompt prefixes from disk, and write new ones."
     )
     prefix_cache_bytes: int = options.size_option(
-        default="2GB", help="Maximum disk space of the prefix cache."
+        default=format_size(DEFAULT_MAX_BYTES), help="Maximum disk space of the prefix cache."
     )
     secret_file: Path | None = options.file_option(
         envvar="KVKEEP_SECRET_FILE",
@@ -279,7 +279,7 @@ def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
     return prefix_cache
 
 
-def open_prefix_store(max_bytes: int = DEFAULT_PREFIX_BYTES, codec: str = "exact") -> "PrefixStore":
+def open_prefix_store(max_bytes: int = DEFAULT_MAX_BYTES, codec: str = "exact") -> "PrefixStore":
     from kvkeep import PrefixStore
 
     return PrefixStore(home() / "prefixes", max_bytes, codec)

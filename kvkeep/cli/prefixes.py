@@ -12,7 +12,7 @@ import click
 
 from kvkeep.cli import options
 from kvkeep.cli.lazy import LazyCommand, LazyGroup
-from kvkeep.cli.memory import DEFAULT_PREFIX_BYTES, open_prefix_store
+from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.model_options import DTYPE_OPTION, MODEL_OPTION, load_by_name
 from kvkeep.cli.output import echo_table, format_mb, plural, say
 from kvkeep.errors import StoreError
@@ -20,6 +20,7 @@ from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes import inventory
+from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def clear(store: str | None = _SHARED_STORE_OPTION) -> None:
 @options.command()
 def gc(
     max_bytes: int | None = options.size_option(
-        show_default=f"{format_mb(DEFAULT_PREFIX_BYTES)} on this machine", help="Size to keep."
+        show_default=f"{format_mb(DEFAULT_MAX_BYTES)} on this machine", help="Size to keep."
     ),
     store: str | None = _SHARED_STORE_OPTION,
 ) -> None:
@@ -192,7 +193,7 @@ def gc(
     """
     if store is not None and max_bytes is None:
         raise click.UsageError("--store needs --max-bytes, since the store is shared")
-    _evict_to_size(store, DEFAULT_PREFIX_BYTES if max_bytes is None else max_bytes)
+    _evict_to_size(store, DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
 
 
 @options.command()

@@ -37,6 +37,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.models.hub.library import home
 from kvkeep.server.host_names import ANY_ORIGIN, OPAQUE_ORIGIN, parse_host, parse_origin
 from kvkeep.storage.objects import is_url
+from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES
 from kvkeep.types import AlignmentMode, ContextPolicy
 
 if TYPE_CHECKING:
@@ -227,7 +228,8 @@ def serve(
         help="Folder or object store (s3://bucket/prefix) for sessions.",
     ),
     prefix_cache_bytes: int = size_option(
-        default="2GB", help="Maximum disk space of the prefix cache, for each API key."
+        default=format_size(DEFAULT_MAX_BYTES),
+        help="Maximum disk space of the prefix cache, for each API key.",
     ),
     allow_edit: bool | None = option(
         "--allow-edit/--no-allow-edit",

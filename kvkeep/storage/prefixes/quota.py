@@ -5,6 +5,8 @@ from pathlib import Path
 
 from kvkeep.storage.prefixes.inventory import CHECKPOINT_SUFFIX
 
+DEFAULT_MAX_BYTES = 2_000_000_000  # of a store
+
 
 class Quota:
     """A quota of bytes with LRU eviction. For use under the lock.

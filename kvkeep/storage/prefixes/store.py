@@ -49,11 +49,10 @@ from kvkeep.storage.prefixes.inventory import (
     CHECKPOINT_SUFFIX,
     StoredFile,
 )
-from kvkeep.storage.prefixes.quota import Quota
+from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES, Quota
 from kvkeep.storage.snapshots.container import write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-DEFAULT_MAX_BYTES = 2_000_000_000
 LOCK_TIMEOUT = 5.0  # seconds to wait for the lock of another process
 _MAX_FILE_OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 _MAX_TENSOR_OVERHEAD = 512  # and a checkpoint's for each tensor
