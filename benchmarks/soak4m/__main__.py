@@ -37,7 +37,7 @@ MAX_DEATHS = 3  # in a row, without a window in between
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--folder", required=True, type=click.Path(path_type=Path), help="State of the runs.")
-@click.option("--tokens", default=TOKENS, type=click.IntRange(40), help="Tokens of each run.")
+@click.option("--tokens", default=TOKENS, type=click.IntRange(40), help="Most tokens of a run.")
 @click.option("--only", "names", multiple=True, metavar="RUN", help="Do only this run.")
 @click.option("--window", default=Plan.window, type=click.IntRange(10), help="Tokens per window.")
 @click.option("--step", default=Plan.step, type=click.IntRange(1), help="Tokens evaluated at once.")
