@@ -5,9 +5,11 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default as transports
 import pytest
 import torch
 from filelock import FileLock
@@ -43,6 +45,10 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 # In tokens. Loading the full vocabulary of 49,152 takes longer than most tests.
 TINY_VOCABULARY = 12_288
+
+# One TLS context for all HTTP clients of a test process. httpx loads the system's certificates for
+# each, which takes longer than most requests to a server of the tests.
+transports.create_ssl_context = cache(transports.create_ssl_context)
 
 # A tiny model is slower on several threads, most of all on a busy machine.
 torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import ssl
 from typing import Any
 
 import httpx
@@ -27,7 +28,12 @@ def http_options(url: str, api_key: str | None, options: dict[str, Any]) -> dict
             )
         headers["Authorization"] = f"Bearer {api_key}"
     headers.update(options.get("headers"))
-    defaults = {"timeout": _TIMEOUT, "trust_env": not _is_loopback(address.host)}
+    is_loopback = _is_loopback(address.host)
+    defaults: dict[str, Any] = {"timeout": _TIMEOUT, "trust_env": not is_loopback}
+    if is_loopback and address.scheme == "http":
+        # httpx loads all certificates of the system (30 ms) otherwise. This context has none, so
+        # that a redirect to another address by TLS fails.
+        defaults["verify"] = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return {"base_url": address, **defaults, **options, "headers": headers}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from kvkeep import AsyncClient, Client, errors
+from kvkeep.client.transport import http_options
 
 URL = "http://server"
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
@@ -258,3 +260,15 @@ def one_answer() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "http://localhost", "http://[::1]:8080"])
+def test_certificates_are_not_loaded_for_a_server_on_this_machine(url: str) -> None:
+    context = http_options(url, None, {})["verify"]
+    assert context.cert_store_stats()["x509"] == 0
+    assert context.verify_mode == ssl.CERT_REQUIRED  # of a server that it is redirected to
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1", "https://localhost", "http://192.0.2.1"])
+def test_other_servers_are_verified_by_the_certificates_of_the_system(url: str) -> None:
+    assert "verify" not in http_options(url, None, {})

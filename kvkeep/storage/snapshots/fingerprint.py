@@ -6,6 +6,7 @@ Cells are only valid for the model that computed them.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 
 import torch
 from blake3 import blake3
@@ -138,7 +139,7 @@ def _vocabulary_digest(tokenizer: Tokenizer) -> str:
     """Digest the text of each id, and the set of control tokens."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     control = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
+    return _digest([sorted(vocabulary.items(), key=itemgetter(1, 0)), sorted(control)])
 
 
 def _legacy_digest(tokenizer: Tokenizer) -> str:
