@@ -9,14 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx._transports.default as transports
 import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from third_tier import BEFORE_RELEASES, IN_CI
-from tiers import EXTENDED, FIRST, has_tests_of, is_extended, is_slow
+from third_tier import BEFORE_RELEASES, IN_CI, SAMPLES
+from tiers import EXTENDED, FIRST, beyond_samples, has_tests_of, is_extended, is_slow
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
@@ -48,7 +49,7 @@ TINY_VOCABULARY = 12_288
 
 # One TLS context for all HTTP clients of a test process. httpx loads the system's certificates for
 # each, which takes longer than most requests to a server of the tests.
-transports.create_ssl_context = cache(transports.create_ssl_context)
+transports.create_ssl_context = cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 # A tiny model is slower on several threads, most of all on a busy machine.
 torch.set_num_threads(1)
@@ -67,13 +68,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the second and third tier (`tests/tiers.py`)."""
     folder = Path(__file__).parent
-    files = [name.partition("::")[0] for name in (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI)]
+    listed = (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI, *SAMPLES)
+    files = [name.partition("::")[0] for name in listed]
     assert [name for name in files if not (folder / name).exists()] == []
-    for item in items:
-        test = f"{item.path.relative_to(folder).as_posix()}::{item.name}"
+    tests = {item: f"{item.path.relative_to(folder).as_posix()}::{item.name}" for item in items}
+    beyond = beyond_samples(tests.values())
+    for item, test in tests.items():
         if is_extended(test):
             item.add_marker(pytest.mark.extended)
-        if is_slow(test):
+        if is_slow(test) or test in beyond:
             item.add_marker(pytest.mark.slow)
 
 

@@ -12,10 +12,13 @@ The third tier runs before releases: `third_tier.py`, and tests with `@pytest.ma
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from fnmatch import fnmatchcase, translate
 from functools import cache
+from hashlib import sha256
 
-from third_tier import BEFORE_RELEASES, IN_CI
+from third_tier import BEFORE_RELEASES, IN_CI, SAMPLES
 
 EXTENDED = (
     # A browser, clients in other languages, terminals, Ray, and processes that are killed.
@@ -283,6 +286,22 @@ def is_extended(test: str) -> bool:
 def is_slow(test: str) -> bool:
     """Whether a test, as "folder/file.py::name[case]", runs before releases only."""
     return _matches(test, BEFORE_RELEASES) and not _matches(test, (*FIRST, *IN_CI))
+
+
+def beyond_samples(tests: Iterable[str]) -> set[str]:
+    """Return the cases of tests in `SAMPLES` that run before releases only."""
+    cases = defaultdict(list)
+    for test in tests:
+        cases[test.partition("[")[0]].append(test)
+    beyond = set[str]()
+    for file, samples in SAMPLES.items():
+        for name, count in samples.items():
+            beyond.update(sorted(cases[f"{file}::{name}"], key=_digest)[count:])
+    return beyond
+
+
+def _digest(test: str) -> bytes:
+    return sha256(test.encode()).digest()
 
 
 def _matches(test: str, patterns: tuple[str, ...]) -> bool:

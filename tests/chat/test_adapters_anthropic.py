@@ -27,6 +27,7 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 TOOL = {
     "name": "weather",
@@ -52,6 +53,7 @@ def assert_round_trip(chat: Chat) -> None:
     assert parse_chat(body) == chat
 
 
+@settings(max_examples=examples(30))
 @given(chat=chats())
 def test_a_conversation_comes_back_the_same(chat: Chat) -> None:
     assert_round_trip(chat)

@@ -21,6 +21,7 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.ollama_chat import format_messages, format_tools, parse_chat
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 QUESTION = {"role": "user", "content": "Hi"}
 
@@ -51,6 +52,7 @@ def assert_round_trip(chat: Chat) -> None:
     assert parse_chat(*body) == expressible(chat)
 
 
+@settings(max_examples=examples(30))
 @given(chat=chats())
 def test_a_conversation_comes_back_the_same(chat: Chat) -> None:
     assert_round_trip(chat)

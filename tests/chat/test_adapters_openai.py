@@ -23,6 +23,7 @@ from kvkeep.chat.openai_chat import format_chat, format_output, parse_chat, pars
 from kvkeep.chat.openai_tools import custom_parameters, hosted_tools, parse_choice, parse_tools
 from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 LOCAL_IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -32,6 +33,7 @@ def assert_round_trip(chat: Chat) -> None:
     assert parse_chat(json.loads(json.dumps(format_chat(chat)))) == chat
 
 
+@settings(max_examples=examples(30))
 @given(chat=chats_with_custom_tools())
 def test_a_conversation_comes_back_the_same(chat: Chat) -> None:
     assert_round_trip(chat)

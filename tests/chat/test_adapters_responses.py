@@ -21,6 +21,7 @@ from kvkeep.chat.openai_responses import format_chat, format_generated_call, par
 from kvkeep.chat.openai_tools import client_types, custom_parameters, parse_tools
 from kvkeep.chat.output import GeneratedCall
 from kvkeep.errors import InvalidArgument
+from tests.examples import examples
 
 QUESTION = {"role": "user", "content": "Hi"}
 
@@ -33,6 +34,7 @@ def assert_round_trip(chat: Chat) -> None:
     assert parse_chat(json.loads(json.dumps(format_chat(chat)))) == chat
 
 
+@settings(max_examples=examples(30))
 @given(chat=chats_with_custom_tools(namespaces=True))
 def test_a_conversation_comes_back_the_same(chat: Chat) -> None:
     assert_round_trip(chat)

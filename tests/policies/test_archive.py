@@ -47,7 +47,7 @@ def act(session: Session, action: tuple[str, int, int]) -> None:
         session.insert(start, TEXT[:more])
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(10))
 @given(archives(), ACTIONS)
 def test_the_budget_and_the_span_bind_after_every_call(
     setting: Setting, actions: list[tuple[str, int, int]]

@@ -57,7 +57,7 @@ def pin_newest(session: Session, count: int) -> None:
         session.pin(max(start, end - room), end)
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(5))
 @given(
     archives(),
     st.integers(0, 40),
