@@ -171,6 +171,19 @@ def test_a_compacted_session_continues_the_same_after_a_restart(tmp_path: Path) 
     assert [session.next_token() for _ in range(5)] == [restored.next_token() for _ in range(5)]
 
 
+def test_a_session_is_compacted_again_when_all_older_cells_are_compressed() -> None:
+    """Then there is no text to score."""
+    session = MODEL.session(max_kv_size=1000, policy="full")
+    session.feed(text_of(0, 400))
+    session.compact(160, steps=("compress",))
+    session.delete(0, 4)
+    report = session.compact(90, steps=("compress",))
+    assert report.compression is not None
+    assert 75 <= session.cache.cells <= 90
+    session.feed(text_of(500, 20))
+    assert session.next_token() in range(MODEL.spec.vocab_size)
+
+
 @pytest.mark.parametrize("policy", ["sliding", "archive"])
 def test_other_policies_remove_and_do_not_compress(policy: str) -> None:
     session = agent_session(5, policy=policy, keep=4)

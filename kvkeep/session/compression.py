@@ -194,9 +194,8 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     candidates = _candidates(memory, plan, runs, sample)
     if budget == "uniform":
         return budget, runs, _compress_evenly(candidates, remaining_cells, plan)
-    context = None
-    if sample is not None:  # all cells are seen by the queries that residual cells are fitted to
-        queries = sample.queries(memory.cache.time)
+    context, queries = None, sample.queries(memory.cache.time) if sample else None
+    if queries is not None:  # they see all cells, and residual cells are fitted to them
         changed, unchanged = ([run for run in runs if run[1] is flag] for flag in (False, True))
         candidates = _with_queries(candidates, changed, queries)
         others = [_unscored_candidates(memory, plan, run) for run in unchanged]
@@ -297,9 +296,10 @@ def _candidates(
         scored = _without_compressed(memory) if plan.keeps_scores else memory
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         num_scored = scored.cache.cells - sum(count for _, _, _, count in newest_runs)
-        scores = reconstruction_scores(
-            scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind, sample
-        )
+        if num_scored:  # else all cells to compress have their scores
+            scores = reconstruction_scores(
+                scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind, sample
+            )
     candidates = []
     for run in runs:
         segment, unchanged, _, count = run

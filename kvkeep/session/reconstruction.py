@@ -56,8 +56,10 @@ class QuerySample:
         self._parts.append(queries[:, first :: self._stride].clone())
         self._seen += queries.shape[1]
 
-    def queries(self, first_time: int) -> Queries:
-        """Return the recorded queries, as if of tokens from `first_time` on."""
+    def queries(self, first_time: int) -> Queries | None:
+        """Return the recorded queries, as if of tokens from `first_time` on. None if none were."""
+        if not self._parts:
+            return None
         vectors = torch.cat(self._parts, 1).transpose(1, 2)
         count = vectors.shape[2]
         times = torch.arange(first_time, first_time + count, dtype=torch.int64, device="cpu")
