@@ -18,7 +18,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.layers.network import DecoderLayer, Network
 from kvkeep.models.layers.states import StepStates
-from kvkeep.session.reconstruction import reconstruction_scores
+from kvkeep.session.reconstruction import MAX_SAMPLE, QuerySample, reconstruction_scores
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
@@ -246,6 +246,18 @@ def test_the_oldest_cells_are_scored_without_the_others(oldest: int) -> None:
     whole = reconstruction_scores(session.core.memory, MODEL.text, chunks.append)
     shared = chunks[0] - 24 if oldest >= chunks[0] else 0
     assert torch.equal(part[..., :shared], whole[..., :shared])
+
+
+@pytest.mark.parametrize("oldest", [1, 30, 100, 520, len(TEXT)])
+def test_queries_are_of_tokens_all_over_the_part_that_is_repeated(oldest: int) -> None:
+    sample = QuerySample()
+    reconstruction_scores(fed(TEXT).core.memory, MODEL.text, max_cells=oldest, sample=sample)
+    queries = sample.queries(7)
+    assert queries is not None
+    stride = -(-oldest // MAX_SAMPLE)
+    assert queries.times.tolist() == list(range(7, 7 + len(range(0, oldest, stride))))
+    assert queries.vectors.shape[2] == len(queries.times)
+    assert QuerySample().queries(7) is None
 
 
 def test_progress_counts_every_cell() -> None:

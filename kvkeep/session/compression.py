@@ -190,7 +190,7 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     budget = plan.effective_budget
     sample = None
     if plan.method.residual and budget == "heads":
-        sample = QuerySample(memory.cache.cells)
+        sample = QuerySample()
     candidates = _candidates(memory, plan, runs, sample)
     if budget == "uniform":
         return budget, runs, _compress_evenly(candidates, remaining_cells, plan)

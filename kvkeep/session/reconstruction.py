@@ -41,14 +41,14 @@ LATER_PROMPT = "\n\nRepeat the part of the previous context exactly, starting wi
 
 
 class QuerySample:
-    """Queries of evenly spaced tokens, at most `MAX_SAMPLE` of so many as are announced.
+    """Queries of evenly spaced tokens of a repeated text, at most `MAX_SAMPLE`."""
 
-    total: how many queries are going to be added.
-    """
+    def __init__(self) -> None:
+        self._seen, self._stride, self._parts = 0, 1, list[Tensor]()
 
-    def __init__(self, total: int):
+    def start(self, total: int) -> None:
+        """Say how many queries are going to be added."""
         self._stride = max(1, math.ceil(total / MAX_SAMPLE))
-        self._seen, self._parts = 0, list[Tensor]()
 
     def add(self, queries: Tensor) -> None:
         """Record every n-th of the queries `[layers, n, heads, head_dim]`."""
@@ -87,7 +87,7 @@ def reconstruction_scores(
         max_cells: score this many of the oldest cells only; None for all.
         kind: "attention": the softmax weight; "contribution" (KVzip+, arXiv:2601.07891): that times
             the norm of the projected value, over that of the query's token in the residual stream.
-        sample: records some of the queries of the repeated text.
+        sample: records some of the queries of the text that is scored.
 
     Raises InvalidArgument, before anything is evaluated, if some cells were compressed before.
     """
@@ -99,6 +99,8 @@ def reconstruction_scores(
             f"{serials.count(NO_TOKEN)} compressed of {len(serials)}: evaluate it in a new session"
         )
     ids = tokens[:max_cells]
+    if sample is not None:
+        sample.start(len(ids))
     while scored_count < len(ids):
         start = max(0, scored_count - OVERLAP_TOKENS)
         prompt = _repeat_prompt(ids, start, codec)
