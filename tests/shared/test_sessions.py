@@ -66,6 +66,22 @@ def test_a_saved_session_continues_bit_for_bit(objects: ObjectStore, tiny: Model
     assert list(restored.stream(8)) == list(session.stream(8))
 
 
+def test_sessions_are_dated_by_their_last_commit(objects: ObjectStore) -> None:
+    """Not by a lease without one, as `gc` takes of each session."""
+    sessions = sessions_of(objects, "a")
+    for name in ("a", "b"):
+        with sessions.lock(name) as path:
+            path.write_chunks(lambda: [b"1"])
+        time.sleep(0.02)
+    with sessions.lock("a"), sessions.lock("uncommitted"):
+        pass
+    assert [path.stem for path in sessions.newest_first()] == ["b", "a"]
+    sessions.sweep()
+    assert [path.stem for path in sessions.newest_first()] == ["b", "a"]
+    objects.put("sessions/0/c/head.json", b"damaged")
+    assert [path.stem for path in sessions.newest_first()] == ["c", "b", "a"]
+
+
 def test_only_the_last_committed_snapshot_is_kept(objects: ObjectStore) -> None:
     with sessions_of(objects, "a").lock("one") as path:
         for number in range(3):

@@ -149,15 +149,23 @@ class SharedSessions(SessionStore[SessionPath]):
         return (path for _, path in rows)
 
     def _dated_paths(self) -> list[tuple[float, SessionPath]]:
-        """Return the sessions with a commit, and the times when their heads were written."""
-        dated_paths = []
-        for info in self.store.list_objects(self._key_prefix):
-            name, _, file = info.key.removeprefix(self._key_prefix).rpartition("/")
+        """Return the sessions with a commit, and the times of their last commits.
+
+        A head is newer than that: leases write it, too. It dates a session that cannot be read.
+        """
+        times = {info.key: info.st_mtime for info in self.store.list_objects(self._key_prefix)}
+        heads = list[tuple[str, SessionPath]]()
+        for key in times:
+            name, _, file = key.removeprefix(self._key_prefix).rpartition("/")
             if file == HEAD_FILE and is_valid_name(name):
-                dated_paths.append((info.st_mtime, self.path(name)))
+                heads.append((key, self.path(name)))
         with ThreadPoolExecutor(_READ_THREADS) as readers:
-            may_exist = readers.map(_may_exist, [path for _, path in dated_paths])
-            return [row for row, is_listed in zip(dated_paths, may_exist, strict=True) if is_listed]
+            committed_keys = readers.map(_committed_key, heads)
+            return [
+                (times.get(committed_key, times[head_key]), path)
+                for (head_key, path), committed_key in zip(heads, committed_keys, strict=True)
+                if committed_key is not None
+            ]
 
     @contextmanager
     def lock(self, name: str) -> Iterator[SessionPath]:
@@ -228,11 +236,16 @@ class SharedSessions(SessionStore[SessionPath]):
         return Lease(objects, version, self.writer, self.lease_seconds, self._clock)
 
 
-def _may_exist(path: SessionPath) -> bool:
+def _committed_key(head: tuple[str, SessionPath]) -> str | None:
+    """Return the key of a session's last snapshot; None if there is none.
+
+    The key of the head if that cannot be read: the session is listed, and reading it raises.
+    """
+    head_key, path = head
     try:
-        return path.exists()
-    except StoreError:  # it is listed all the same: reading it raises the error
-        return True
+        return path._key()
+    except StoreError:
+        return head_key
 
 
 class SharedLabels(LabelStore[ObjectPath]):
