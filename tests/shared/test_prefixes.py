@@ -18,7 +18,8 @@ from kvkeep.model import Model
 from kvkeep.storage.lossy.basis import add_basis, newest_basis
 from kvkeep.storage.lossy.shared import share_bases
 from kvkeep.storage.objects import ObjectStore
-from kvkeep.storage.objects.interface import MAX_GET_BYTES
+from kvkeep.storage.objects.folder import FolderObjectStore
+from kvkeep.storage.objects.interface import MAX_GET_BYTES, ChunkFactory
 from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.prefixes.inventory import (
     evict_blocks,
@@ -28,12 +29,14 @@ from kvkeep.storage.prefixes.inventory import (
     stored_prompts,
 )
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
+from kvkeep.storage.prefixes.write_queue import WriteQueue
 from kvkeep.storage.sessions.shared import SharedSessions
 
 CHECKPOINT_MODELS = {
     "local": small_model(spec=local_spec(window=60)),
     "delta_net": small_model(spec=state_specs()["delta_net"]),
 }
+PLAIN = small_model()
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]
 PROMPT_BYTES = [token % 255 + 1 for token in PROMPT]
@@ -181,6 +184,44 @@ def test_an_engine_uses_a_separate_prefix_cache_per_owner(
         generation = engine.generate(GenerationRequest(tuple(PROMPT), 1), owner="a")
         generation.text()
         assert generation.reuse.tokens == 512
+
+
+class _PausedStore:
+    """A store whose writes wait until it is resumed."""
+
+    def __init__(self, objects: ObjectStore):
+        self._objects, self.resumed = objects, threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put_chunks(self, key: str, iter_chunks: ChunkFactory) -> None:
+        assert self.resumed.wait(30)
+        self._objects.put_chunks(key, iter_chunks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_blocks", "expected"),
+    [("plain", 0, (1, 0)), ("plain", 3.9, (3, 0)), ("local", 2, (2, 0)), ("local", 99, (7, 5))],
+)
+def test_what_waits_to_be_written_is_bounded_in_bytes(
+    tmp_path: Path, kind: str, max_blocks: float, expected: tuple[int, int]
+) -> None:
+    """A block that is larger waits alone. Checkpoints count, and so do blocks of other prompts."""
+    model, paused = CHECKPOINT_MODELS.get(kind, PLAIN), _PausedStore(FolderObjectStore(tmp_path))
+    block_bytes = 256 * model.session(max_kv_size=9).cache.layout.cell_bytes
+    shared = SharedPrefixCache(
+        paused,  # type: ignore[arg-type]
+        SECRET,
+        model.arithmetic,
+        queue=WriteQueue(int(max_blocks * block_bytes)),
+    )
+    for prompt in (PROMPT_BYTES * 2, PROMPT_BYTES[::-1]):
+        model.session(max_kv_size=2048, prefill_step=128, store=shared).feed(prompt)
+    paused.resumed.set()
+    shared.flush()
+    suffixes = [path.suffix for path in tmp_path.rglob("*.kv*")]
+    assert (suffixes.count(".kvblock"), suffixes.count(".kvcheckpoint")) == expected
 
 
 def test_headers_of_several_owners_are_read_at_once(objects: ObjectStore, tiny: Model) -> None:

@@ -8,10 +8,8 @@ secret: only its holders can make a block that verifies, or tell from a key whic
 import io
 import itertools
 import json
-import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 from torch import Tensor
 
-from kvkeep.cache.checkpoint import Checkpoint
+from kvkeep.cache.checkpoint import Checkpoint, checkpoint_nbytes
 from kvkeep.errors import InvalidArgument, NoObject, StoreError
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.objects import ObjectStore
@@ -54,6 +52,7 @@ from kvkeep.storage.prefixes.inventory import (
     CHECKPOINT_SUFFIX,
     owner_key_prefix,
 )
+from kvkeep.storage.prefixes.write_queue import WriteQueue
 from kvkeep.storage.snapshots.container import (
     Container,
     read_container,
@@ -65,8 +64,6 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint
 SECRET_BYTES = 32
 _MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
 _READ_THREADS = 4  # blocks read at once
-_MAX_QUEUED_BLOCKS = 64  # blocks that wait to be written
-_BACKOFF = 30.0  # seconds without requests after a failure of the store
 
 
 class SharedPrefixCache:
@@ -83,7 +80,7 @@ class SharedPrefixCache:
         secret: bytes,
         arithmetic: Mapping[str, str],
         owner: str = "0",
-        queue: "WriteQueue | None" = None,
+        queue: WriteQueue | None = None,
         codec: str = "exact",
     ):
         """codec: see `PrefixStore`. Raises InvalidArgument for a secret of another length."""
@@ -169,11 +166,12 @@ class SharedPrefixCache:
             overwrite = block.start == start
             cells = keys.clone(), values.clone()
             write = partial(self._write, block, cells, overwrite, coding)
-            if not self._queue.submit(write):
+            if not self._queue.submit(write, keys.nbytes + values.nbytes):
                 break
             stored_end = block.end
         if checkpoint is not None and stored_end == checkpoint.num_tokens:
-            self._queue.submit(partial(self._write_checkpoint, prompt_blocks[-1], checkpoint))
+            write = partial(self._write_checkpoint, prompt_blocks[-1], checkpoint)
+            self._queue.submit(write, checkpoint_nbytes((checkpoint,)))
         return stored_end
 
     def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
@@ -280,37 +278,3 @@ class SharedPrefixCache:
         for chunk in chunks:
             hasher.update(chunk)
         return hasher.hexdigest()[:32]
-
-
-class WriteQueue:
-    """A bounded queue of background writes to a store, and a circuit breaker after failures."""
-
-    def __init__(self) -> None:
-        self._writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._free_slots = threading.Semaphore(_MAX_QUEUED_BLOCKS)
-        self._down_until = 0.0
-
-    def submit(self, write: Callable[[], None]) -> bool:
-        """Queue a write. Returns False if the queue is full."""
-        if not self._free_slots.acquire(blocking=False):
-            return False
-        self._writer.submit(write).add_done_callback(self._on_write_done)
-        return True
-
-    def flush(self) -> None:
-        """Wait until all queued writes have ended."""
-        self._writer.submit(lambda: None).result()  # writes run one after the other
-
-    def mark_down(self) -> None:
-        """Pause requests after a failure of the store."""
-        self._down_until = time.monotonic() + _BACKOFF
-
-    def require_up(self) -> None:
-        """Raise StoreError if the store has failed recently."""
-        if time.monotonic() < self._down_until:
-            raise StoreError(f"the shared prefix store failed less than {_BACKOFF:.0f} seconds ago")
-
-    def _on_write_done(self, future: "Future[None]") -> None:
-        self._free_slots.release()
-        if future.exception() is not None:  # not reported: no session depends on the cache
-            self.mark_down()
