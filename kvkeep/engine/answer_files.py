@@ -45,10 +45,10 @@ class AnswerLog:
     def load(self) -> None:
         """Read the answers of an earlier engine, and log all that follow."""
         try:
-            header, *lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        except (OSError, ValueError):
-            header, lines = "", []
-        for line in lines if header == self._header else ():
+            header, *lines = self._path.read_bytes().split(b"\n")
+        except OSError:
+            header, lines = b"", []
+        for line in lines if header == self._header.strip().encode() else ():
             with suppress(*_DAMAGE):
                 self._written.restore(*_from_line(line))
         self._rewrite()
@@ -59,7 +59,7 @@ class AnswerLog:
             self._writer.submit(self._append, _to_line(owner, says, answer))
 
     def _append(self, line: str) -> None:
-        is_whole = self._num_bytes and self._path.exists()  # not if the last rewrite failed
+        is_whole = self._num_bytes and self._path.exists()  # not if the last write failed
         if not is_whole or self._num_bytes + len(line) > self._max_bytes:
             self._rewrite()  # the answer is among those in memory
             return
@@ -68,6 +68,7 @@ class AnswerLog:
                 file.write(line)
             self._num_bytes += len(line)
         except OSError as error:
+            self._num_bytes = 0  # a part of the line may be there
             _log.error("answers could not be noted in %s: %s", self._path, error)
 
     def _rewrite(self) -> None:
@@ -99,7 +100,7 @@ def _to_line(owner: str, says: bytes, answer: WrittenAnswer) -> str:
     return json.dumps({**fields, "ids": answer.ids.tolist(), **answer.to_json()}) + "\n"
 
 
-def _from_line(line: str) -> tuple[str, bytes, WrittenAnswer]:
+def _from_line(line: bytes) -> tuple[str, bytes, WrittenAnswer]:
     """Return the owner, what the answer says, and the answer."""
     fields = json.loads(line)
     ids, prompt = array("i", fields["ids"]), bytes.fromhex(fields["prompt"])

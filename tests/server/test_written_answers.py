@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from full_disk import small_files_only
 
 from kvkeep.chat.messages import Message, TextPart
 from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, tokens_digest
@@ -284,6 +285,45 @@ def test_answers_are_logged_for_their_user_alone_once_the_folder_can_be_written(
         AnswerLog(again, path, smollm2, writer).load()
     assert again.find("0", message)
     assert len(again.entries()) == 4
+
+
+def numbered(number: int) -> Message:
+    return Message("assistant", (TextPart(f"answer {number}"),))
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"?", b"\x00", b"\r"])
+def test_a_damaged_byte_costs_one_answer(smollm2: Model, tmp_path: Path, damage: bytes) -> None:
+    path, answer = tmp_path / "answers.jsonl", WrittenAnswer(array("i", [1, 2]), b"p")
+    with ThreadPoolExecutor(1) as writer:
+        written = WrittenAnswers()
+        AnswerLog(written, path, smollm2, writer).load()
+        for number in range(5):
+            written.add("0", numbered(number), answer)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3][:20] + damage + lines[3][21:]
+    path.write_bytes(b"".join(lines))
+    again = WrittenAnswers()
+    AnswerLog(again, path, smollm2, writer).load()
+    found = [bool(again.find("0", numbered(number))) for number in range(5)]
+    assert found == [True, True, False, True, True]
+
+
+def test_a_line_that_did_not_fit_on_the_disk_costs_no_later_answer(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    path, answer = tmp_path / "answers.jsonl", WrittenAnswer(array("i", range(50)), b"p")
+    with ThreadPoolExecutor(1) as writer:
+        written = WrittenAnswers()
+        AnswerLog(written, path, smollm2, writer).load()
+        written.add("0", numbered(0), answer)
+        with small_files_only(writer.submit(path.stat).result().st_size + 20):
+            written.add("0", numbered(1), answer)
+            writer.submit(int).result()
+        for number in (2, 3):
+            written.add("0", numbered(number), answer)
+    again = WrittenAnswers()
+    AnswerLog(again, path, smollm2, writer).load()
+    assert all(again.find("0", numbered(number)) for number in range(4))
 
 
 @pytest.mark.parametrize("earlier", [None, 0o644], ids=["new", "readable"])
