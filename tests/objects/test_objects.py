@@ -1,8 +1,10 @@
 """Every kind of object store has the same behaviour and raises the same errors."""
 
 import io
+import itertools
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from obstore.store import from_url
 
 from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore, open_object_store
+from kvkeep.storage.objects.folder import FolderObjectStore
 from kvkeep.storage.objects.paths import ObjectPath, as_path, open_object
 from kvkeep.storage.objects.remote import CLIENT_OPTIONS
 
@@ -199,3 +202,27 @@ def test_a_fault_is_retried_or_raised(s3: ObjectServer, s3_url: str, fault: str)
     assert intact >= len(confirmed) // 2
     s3.fault = lambda method, path: None
     assert all(objects.get(f"{number}")[0] == content for number in confirmed)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])  # of parts: ETags of large objects are no hashes
+def test_what_is_read_has_the_etag_and_the_size_of_its_own_version(
+    tmp_path: Path, size: int
+) -> None:
+    """Also while another writer replaces the object. Versions differ in their sizes."""
+    objects, ended = FolderObjectStore(tmp_path), threading.Event()
+    versions = {objects.put("a", bytes([n]) * size * (n + 10)): n for n in range(3)}
+
+    def replace_often() -> None:
+        for n in itertools.cycle(range(3)):
+            versions[objects.put("a", bytes([n]) * size * (n + 10))] = n
+            if ended.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as writer:
+        replacing = writer.submit(replace_often)
+        read = [(*objects.get("a"), objects.info("a")) for _ in range(150)]
+        ended.set()
+        replacing.result()
+    for content, etag, info in read:
+        assert content == bytes([versions[etag]]) * size * (versions[etag] + 10)
+        assert info.st_size == size * (versions[info.etag] + 10)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 from filelock import FileLock
@@ -69,25 +70,26 @@ class FolderObjectStore:
 
     def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
         path = self._path(key)
-        with self._translated_errors(key, "read"):
-            if path.stat().st_size > max_bytes:
+        with self._translated_errors(key, "read"), path.open("rb") as file:
+            status, etag = _status_and_etag(file)
+            if status.st_size > max_bytes:
                 raise too_large_error(key, max_bytes)
-            content = path.read_bytes()
-        return content, _hash(content) if len(content) <= _MAX_HASHED_BYTES else self.info(key).etag
+            file.seek(0)
+            return file.read(), etag
 
     def get_range(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
         path = self._path(info.key)
         with self._translated_errors(info.key, "read"), path.open("rb") as file:
-            if _etag(path) != info.etag:
+            if _status_and_etag(file)[1] != info.etag:
                 raise Conflict(f"object {info.key} was changed by another process")
             file.seek(begin)
             return memoryview(file.read(end - begin))
 
     def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._translated_errors(key, "read"):
-            status = path.stat()
-            return ObjectInfo(key, status.st_size, status.st_mtime, _etag(path))
+        with self._translated_errors(key, "read"), path.open("rb") as file:
+            status, etag = _status_and_etag(file)
+            return ObjectInfo(key, status.st_size, status.st_mtime, etag)
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         for folder, names in self._walk(prefix):
@@ -162,14 +164,16 @@ class FolderObjectStore:
 
 
 def _etag(path: Path) -> str:
-    status = path.stat()
+    with path.open("rb") as file:
+        return _status_and_etag(file)[1]
+
+
+def _status_and_etag(file: BinaryIO) -> tuple[os.stat_result, str]:
+    """Return the status and the ETag of an open file, which no writer changes."""
+    status = os.fstat(file.fileno())
     if status.st_size <= _MAX_HASHED_BYTES:
-        return _hash(path.read_bytes())
-    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
-
-
-def _hash(content: bytes) -> str:
-    return blake3(content).hexdigest()
+        return status, blake3(file.read()).hexdigest()
+    return status, f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 assert not is_valid_key(TEMPORARY_PREFIX)  # `list_objects` must skip files that are being written
