@@ -225,6 +225,16 @@ def test_a_session_locked_in_the_old_folder_is_not_moved(migrating_folder, tmp_p
     assert tmp_path / "old" / ".gone.lock" in migrating_folder.sweep()
 
 
+def test_a_removed_session_is_removed_from_the_old_folder_too(
+    migrating_folder, tmp_path: Path
+) -> None:
+    with SessionFolder(tmp_path / "old").lock("a"), pytest.raises(Locked):
+        migrating_folder.remove("a")
+    assert migrating_folder.existing_path("a").read_bytes() == b"newer a"
+    assert migrating_folder.remove("a") == len(b"newer a")
+    assert migrating_folder.names() == ["b", "c"]
+
+
 def test_a_session_that_cannot_be_moved_stays_in_the_old_folder(
     migrating_folder, tmp_path: Path, monkeypatch
 ) -> None:

@@ -125,6 +125,8 @@ class SessionFolder(SessionStore[Path]):
         self.existing_path(name)
         with self.lock(name):
             size = self.existing_path(name).stat().st_size  # the last holder may have removed it
+            if self._legacy is not None and self._legacy.path(name).is_file():
+                self._legacy.remove(name)  # an older one of this name, which would be found again
             self.discard(name)
         return size
 
