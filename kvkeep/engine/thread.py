@@ -40,7 +40,8 @@ class _Call:
 class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
 
-    A *long* call runs the short ones that wait, and a step, at each of its turns (`take_turn`).
+    Calls that come meanwhile wait for that step, so that no number of them delays a generation. A
+    *long* call runs the short ones that wait, and a step, at each of its turns (`take_turn`).
     Other long calls wait until it is done. A step that fails is logged, and the next one follows as
     if there were no more to do.
 
@@ -133,7 +134,7 @@ class EngineThread:
         A call that was accepted during the last step before the end may start more work.
         """
         has_work = is_last = False  # whether the last step asked for another one
-        while has_work or not (is_last and self._may_end()):
+        while has_work or self._calls.qsize() or not (is_last and self._may_end()):
             is_last = self.closing.is_set()
             self._run_calls(wait=not has_work)
             has_work = self._try_step()
@@ -156,13 +157,14 @@ class EngineThread:
                     future.set_exception(Cancelled("the engine is shut down"))
 
     def _run_calls(self, wait: bool) -> None:
-        """Run all waiting calls. wait: if there is none, wait for the first one."""
-        while True:
+        """Run the calls that wait now. wait: if there is none, wait for the first one."""
+        num_waiting = len(self._deferred) + self._calls.qsize()
+        for _ in range(num_waiting or 1):
             try:
                 call = self._next_call(wait and not self._is_ending)
             except Empty:
                 return
-            wait = False
+            wait = False  # a long call may have run those that were waiting
             call.run()
             del call  # it holds objects of the caller
 

@@ -22,6 +22,7 @@ from kvkeep.engine import (
     GenerationRequest,
     Limits,
     PinRequest,
+    SessionOperations,
     SessionRecord,
 )
 from kvkeep.engine.thread import EngineThread, flatten_future
@@ -170,18 +171,43 @@ def test_a_step_that_fails_ends_no_engine_thread() -> None:
     assert ends == [1]
 
 
+def test_calls_that_never_cease_delay_no_step() -> None:
+    """As requests that are refused for lack of memory, and sent again at once."""
+    steps, steps_seen, done = list[int](), list[int](), threading.Event()
+
+    def call() -> None:
+        steps_seen.append(len(steps))
+        if len(steps_seen) < 20:
+            thread.submit(call)
+        else:
+            done.set()
+
+    def step() -> bool:
+        steps.append(1)
+        return False
+
+    thread = EngineThread(step, 60, lambda: None)
+    thread.submit(call)
+    thread.start()
+    assert done.wait(60)
+    thread.close()
+    assert steps_seen[-1] >= 19
+
+
 @pytest.mark.parametrize("remove", [Engine.discard, Engine.remove_name], ids=lambda f: f.__name__)
 def test_a_session_without_a_name_is_removed_before_its_first_step(
     remove: Callable[[Engine, str], Future[None]],
 ) -> None:
     with new_engine() as engine:
 
-        def admit_and_remove() -> Future[None]:
+        def admit_and_remove(_: SessionOperations) -> Future[None]:
             request = GenerationRequest(text(0, 40), 1)
             (generation,) = engine._admission.admit(request, None, "0", [None])
-            return remove(engine, generation.record.name)  # a call that runs before the step
+            removed = remove(engine, generation.record.name)
+            engine.yield_turn()  # runs the call, and then a step
+            return removed
 
-        engine.call(admit_and_remove).result().result(60)
+        engine.run_in_steps(admit_and_remove).result().result(60)
         assert engine.sessions(unnamed=True).result() == []
         assert engine.totals().result().running == 0
 
