@@ -16,9 +16,9 @@ import pytest
 from small_models import small_model
 
 from benchmarks.soak4m.plot import draw_runs
-from benchmarks.soak4m.report import run_report, table
+from benchmarks.soak4m.report import run_report, table, windows_report, with_windows_report
 from benchmarks.soak4m.runs import Plan, Run
-from benchmarks.soak4m.state import State
+from benchmarks.soak4m.state import State, Window
 from benchmarks.soak4m.text import make_text, selected_files, stored_text
 from benchmarks.soak4m.worker import Life
 from kvkeep.errors import InvalidArgument
@@ -88,6 +88,24 @@ def test_a_killed_run_goes_on_as_one_that_was_not(roots: dict[str, Path], tmp_pa
     assert [report["restored"], report["restored_same_next"], report["compared"]] == [2, 2, 3]
     assert "2 of 2" in table({"sliding-32": report})
     assert draw_runs({"sliding-32": report}, ".png").startswith(b"\x89PNG")
+
+
+def test_memory_is_compared_at_equal_windows_of_processes() -> None:
+    """Each process begins with less memory than it ends with, and all are alike."""
+    plan = [(life, window) for life in range(20) for window in range(1, 4)]
+    cut_short = [Window(1, 2.0, 1.0, window, 10**9, 5, 4, 9) for window in (1, 2)]
+    windows = [Window(1, 2.0, 1.0, w, 100 * w, 5, 4, 100 + life) for life, w in plan]
+    report = windows_report([*windows, *cut_short])
+    ends = {"first_tenth": 300, "last_tenth": 300, "least": 300, "most": 300}
+    assert (report["rss_bytes"], report["whole_lives"]) == (ends, 20)
+    assert report["snapshot_bytes"] == [9, 119]
+    assert with_windows_report({"tokens": 7, "cells": 0, **report}) == {"tokens": 7, **report}
+
+
+def test_the_stored_reports_follow_from_their_windows() -> None:
+    stored = Path(__file__).parents[2] / "docs" / "results" / "soak4m.json"
+    for report in json.loads(stored.read_bytes())["runs"].values():
+        assert with_windows_report(report) == report
 
 
 def test_a_session_that_goes_on_with_other_logits_is_reported(
