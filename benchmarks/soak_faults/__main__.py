@@ -74,7 +74,9 @@ def soak_faults(
     replayer = Replayer(model, folder / "store") if replay else None
     path = str(resolve(name, progress=True))
     with deployment(folder, path, memory, clock_library, fleet, object_store) as servers:
-        threads = [User(n, KEYS[n % 2], servers, record, latencies, replayer) for n in range(users)]
+        threads = [
+            User(n, KEYS[n % 2], servers, record, latencies, model, replayer) for n in range(users)
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -1,17 +1,18 @@
-"""Changes that simulated users make to their sessions, and what must hold after each."""
+"""Changes that simulated users make to their sessions."""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.soak_faults.records import Change, Check, Content, Tokens, UserSession
+from benchmarks.soak_faults.effects import ALIGNMENT, COMPRESSION, message_tokens
+from benchmarks.soak_faults.records import Change, Tokens, UserSession
+from kvkeep import Model
 from kvkeep.client.remote import RemoteSession
 
 GREEDY: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.0}
-ALIGNMENT: dict[str, Any] = {"mode": "in_place", "min_saved": 16, "reread": 4}
-COMPRESSION: dict[str, Any] = {"ratio": 1.5, "method": "knorm", "recent": 8}
 MIN_TOKENS = 40  # of a session that is edited
+MAX_ANSWER = 4  # tokens of an answer to a turn
 PIECES = (
     "The cache holds {} cells of the window. ",
     "def {}(key, value): return key @ value\n",
@@ -21,59 +22,54 @@ PIECES = (
 
 @dataclass(frozen=True)
 class Proposal:
-    """A change, the request that makes it at a revision, and what must hold after it."""
+    """A change, and the request that makes it at a revision."""
 
     change: Change
     call: Callable[[RemoteSession, int], Any]
-    check: Check
-
-
-def _appended(before: Content, after: Content) -> bool:
-    old, new = before.tokens, after.tokens
-    return len(new) > len(old) and new[: len(old)] == old and after.pinned == before.pinned
-
-
-def _is_inserted(before: Tokens, after: Tokens, at: int) -> bool:
-    tail = len(before) - at
-    return len(after) > len(before) and after[:at] + after[-tail:] == before
 
 
 def _piece(rng: random.Random, held: UserSession) -> str:
     return rng.choice(PIECES).format(held.word)
 
 
+def _encoded(model: Model, text: str) -> Tokens:
+    return tuple(model.text.encode(text))
+
+
 def _is_editable(held: UserSession) -> bool:
     return len(held.points[-1].tokens) >= MIN_TOKENS and not held.has("compress")
 
 
-def feed(rng: random.Random, held: UserSession) -> Proposal | None:
-    text = _piece(rng, held)
+def feed(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
+    text, end = _piece(rng, held), len(held.points[-1].tokens)
     return Proposal(
-        Change("feed"), lambda remote, revision: remote.feed(text, revision=revision), _appended
+        Change("feed", end, end, _encoded(model, text)),
+        lambda remote, revision: remote.feed(text, revision=revision),
     )
 
 
-def generate(rng: random.Random, held: UserSession) -> Proposal | None:
-    count = rng.randrange(1, 6)
+def generate(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
+    count, end = rng.randrange(1, 6), len(held.points[-1].tokens)
     return Proposal(
-        Change("generate", end=count),
+        Change("generate", end, end, max_answer=count),
         lambda remote, revision: remote.generate(
             revision=revision, max_tokens=count, ignore_eos=True, **GREEDY
         ),
-        lambda old, new: _appended(old, new) and len(new.tokens) == len(old.tokens) + count,
     )
 
 
-def turn(rng: random.Random, held: UserSession) -> Proposal | None:
-    question = _piece(rng, held)
+def turn(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
+    question, old = _piece(rng, held), held.points[-1].tokens
+    start, ids = message_tokens(model.text, model.end_token_ids, old, question)
     return Proposal(
-        Change("turn"),
-        lambda remote, revision: remote.say(question, revision=revision, max_tokens=4, **GREEDY),
-        _appended,
+        Change("turn", start, len(old), ids, MAX_ANSWER, model.end_token_ids),
+        lambda remote, revision: remote.say(
+            question, revision=revision, max_tokens=MAX_ANSWER, **GREEDY
+        ),
     )
 
 
-def cut(rng: random.Random, held: UserSession) -> Proposal | None:
+def cut(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held):
         return None
     start = rng.randrange(8, len(held.points[-1].tokens) - 20)
@@ -81,65 +77,57 @@ def cut(rng: random.Random, held: UserSession) -> Proposal | None:
     return Proposal(
         Change("delete", start, end),
         lambda remote, revision: remote.delete(start, end, revision=revision),
-        lambda old, new: new.tokens == old.tokens[:start] + old.tokens[end:],
     )
 
 
-def insert(rng: random.Random, held: UserSession) -> Proposal | None:
+def insert(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held):
         return None
     text, at = _piece(rng, held), rng.randrange(8, len(held.points[-1].tokens) - 10)
     return Proposal(
-        Change("insert", at),
+        Change("insert", at, at, _encoded(model, text)),
         lambda remote, revision: remote.insert(at, text, revision=revision),
-        lambda old, new: _is_inserted(old.tokens, new.tokens, at),
     )
 
 
-def align(rng: random.Random, held: UserSession) -> Proposal | None:
+def align(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held):
         return None
     old = held.points[-1].tokens
     start = rng.randrange(8, len(old) - 20)
     wanted = (*old[:start], *old[start + 2 :], *old[4:8])
     return Proposal(
-        Change("align"),
+        Change("align", start, tokens=wanted),
         lambda remote, revision: remote.align(list(wanted), revision=revision, **ALIGNMENT),
-        lambda _, new: new.tokens == wanted,
     )
 
 
-def rewind(rng: random.Random, held: UserSession) -> Proposal | None:
+def rewind(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held):
         return None
-    count = rng.randrange(1, 4)
+    count, end = rng.randrange(1, 4), len(held.points[-1].tokens)
     return Proposal(
-        Change("rewind", end=count),
+        Change("rewind", end - count, end),
         lambda remote, revision: remote.rewind(count, revision=revision),
-        lambda old, new: new.tokens == old.tokens[:-count],
     )
 
 
-def pin(rng: random.Random, held: UserSession) -> Proposal | None:
+def pin(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held) or held.has("pin"):
         return None
     start = rng.randrange(8, len(held.points[-1].tokens) - 10)
     return Proposal(
         Change("pin", start, start + 4),
         lambda remote, revision: remote.pin(start, start + 4, revision=revision),
-        lambda old, new: (
-            new.tokens == old.tokens and new.pinned == old.pinned | set(range(start, start + 4))
-        ),
     )
 
 
-def compress(rng: random.Random, held: UserSession) -> Proposal | None:
+def compress(rng: random.Random, held: UserSession, model: Model) -> Proposal | None:
     if not _is_editable(held) or held.policy != "full" or rng.random() < 0.7:
         return None
     return Proposal(
         Change("compress"),
         lambda remote, revision: remote.compress(revision=revision, **COMPRESSION),
-        lambda old, new: new.tokens == old.tokens and "compressed" in new.status,
     )
 
 

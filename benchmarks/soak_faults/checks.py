@@ -1,29 +1,26 @@
-"""Comparison of sessions with what their users know of them.
-
-After a kill a session may be at any state since the last acknowledged save, never before it. After
-any other fault it must be at its newest state. A change whose response was lost is made or not.
-"""
+"""Reading of sessions, and comparison with what their users know of them."""
 
 import random
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from benchmarks.soak_faults.deployment import Deployment
-from benchmarks.soak_faults.records import Change, Check, Content, Record, SessionPoint, UserSession
+from benchmarks.soak_faults.records import (
+    Change,
+    Content,
+    Found,
+    Record,
+    SessionPoint,
+    UserSession,
+)
+from benchmarks.soak_faults.verdicts import judge, judge_new
 from kvkeep import Client
 from kvkeep.client.remote import RemoteSession
 from kvkeep.errors import KvkeepError, NoSuchSession
 
 _RETRY_SECONDS = 0.02  # between attempts to read
-
-
-@dataclass(frozen=True)
-class Found:
-    """A session as its server shows it."""
-
-    content: Content
-    text: str
-    revision: int
 
 
 class Checker:
@@ -43,38 +40,68 @@ class Checker:
             total = self._record.total
             self._record.violations.append(f"{self._user}, after {total:,}: {text:.2000}")
 
-    def compare(self, held: UserSession, change: Change, check: Check, is_certain: bool) -> None:
-        """Compare a session after a change.
-
-        is_certain: whether the server has acknowledged the change.
-        """
-        found, generation = self.read(held.name)
-        newest = held.points[-1]
-        may_be_made = [(change, check)] if is_certain else [*held.unanswered, (change, check)]
-        if self._is_made(held, found, generation, may_be_made):
+    def compare_after(
+        self, held: UserSession, change: Change, response: Mapping[str, Any] | None
+    ) -> None:
+        """Compare a session after a change. response: the server's; None if it was lost."""
+        if response is None:
+            held.unanswered.append(change)
+            verdict = self._compare(held, f"{change} without a response")
+            self._record.unanswered += verdict != "made"
             return
-        if not is_certain:
-            self._record.unanswered += 1
-            held.unanswered.append((change, check))
-            if self._is_newest(held, found, generation):
-                return
-        if generation > held.generation:
-            self._go_back(held, found, generation)
-            return
-        self.violation(f"{held.name}: {held.events}, {change} of {newest} gave {found}")
+        if change.max_answer:
+            change = replace(change, answer=tuple(response["tokens"]))
+        self._compare(held, str(change), change, response["revision"])
 
     def compare_unchanged(self, held: UserSession) -> None:
         """Compare without a change: none but an unanswered one may have happened."""
-        found, generation = self.read(held.name)
         self._record.count("read")
-        if self._is_made(held, found, generation, held.unanswered):
-            return
-        if self._is_newest(held, found, generation):
-            return
-        if generation > held.generation:
-            self._go_back(held, found, generation)
-        else:
-            self.violation(f"{held.name}: {held.points[-1]} has become {found}")
+        self._compare(held, "no change")
+
+    def _compare(
+        self,
+        held: UserSession,
+        event: str,
+        answered: Change | None = None,
+        revision: int | None = None,
+    ) -> str:
+        """Read a session, and judge it; return the verdict."""
+        found, generation = self.read(held.name)
+        newest, events, saved = held.points[-1], [*held.events], held.points[max(held.saved, 0) :]
+        verdict = judge(held, found, generation, answered, revision)
+        if verdict in ("went back", "lost"):
+            self._record.lost += 1
+        if verdict in ("lost", "wrong"):
+            self.sessions.remove(held)
+        if verdict == "wrong":
+            known = f"{events}; {newest}; points since the last save: {saved}"
+            self.violation(f"{held.name}: {event}, revision {revision}, gave {found}; {known}")
+        if found is not None:
+            self.check_words(held.name, found.text, held.word)
+        return verdict
+
+    def add_new(self, new: UserSession, point: SessionPoint, is_made: bool) -> None:
+        """Add a new session with its first point, if it is there.
+
+        is_made: whether the server has acknowledged all of it.
+        """
+        found, generation = self.read(new.name)
+        verdict = judge_new(new, point, found, generation, is_made)
+        if verdict == "made":
+            self.sessions.append(new)
+        elif verdict == "wrong":
+            self.violation(f"{new.name}: expected {point}, {is_made=}; found {found}")
+
+    def require_deleted(self, name: str) -> None:
+        """Record a violation if a session is there whose deletion was acknowledged."""
+        found, _ = self.read(name)
+        if found is not None:
+            self.violation(f"{name} was deleted, and is there: {found}")
+
+    def check_words(self, name: str, text: str, own_word: str = "") -> None:
+        """Record a violation if a text holds words of others."""
+        if strangers := self._record.strangers(text, own_word):
+            self.violation(f"{name} holds words of others: {strangers}")
 
     def read(self, name: str) -> tuple[Found | None, int]:
         """Return a session and the generation of its server, as soon as that answers."""
@@ -92,69 +119,6 @@ class Checker:
                 if found is not None and self._server.generation == generation:
                     return found, generation
 
-    def _is_made(
-        self,
-        held: UserSession,
-        found: Found | None,
-        generation: int,
-        changes: list[tuple[Change, Check]],
-    ) -> bool:
-        """Add a point to the session if one of these changes, made to the newest, explains it."""
-        if found is None:
-            return False
-        self._check_words(held, found)
-        newest, content, revision = held.points[-1], found.content, found.revision
-        for change, check in changes:
-            if check(newest.content, content) and revision > newest.revision:
-                held.points.append(SessionPoint(content, revision, change))
-                held.generation = generation
-                held.unanswered = []
-                return True
-        return False
-
-    def _is_newest(self, held: UserSession, found: Found | None, generation: int) -> bool:
-        """Whether a session is at its newest point.
-
-        After a kill, or a change that failed and was rolled back, it may have another revision.
-        """
-        if found is None or found.content != held.points[-1].content:
-            return False
-        is_same = generation == held.generation and not held.unanswered
-        if is_same and found.revision != held.points[-1].revision:
-            return False
-        held.points[-1] = replace(held.points[-1], revision=found.revision)
-        held.generation = generation
-        return True
-
-    def _go_back(self, held: UserSession, found: Found | None, generation: int) -> None:
-        """Accept the state after a kill, if it is none from before the last save.
-
-        One that was never saved may be gone, or empty as it was created.
-        """
-        self._record.lost += 1
-        held.generation, held.unanswered = generation, []
-        if found is None or not found.content.tokens:
-            if held.saved >= 0:
-                self.violation(f"{held.name}: lost, although it was saved")
-            self.sessions.remove(held)
-            return
-        for index in range(len(held.points) - 1, max(held.saved, 0) - 1, -1):
-            if held.points[index].content == found.content:
-                del held.points[index + 1 :]
-                held.points[index] = replace(held.points[index], revision=found.revision)
-                held.saved = index
-                held.events.append(f"a kill led back to point {index}")
-                return
-        self.violation(f"{held.name}: after a kill {found}, saved was {held.points[held.saved :]}")
-
-    def _check_words(self, held: UserSession, found: Found) -> None:
-        with self._record.lock:
-            strangers = [
-                word for word in self._record.words if word != held.word and word in found.text
-            ]
-        if strangers:
-            self.violation(f"{held.name} holds words of others: {strangers}")
-
 
 def _found(remote: RemoteSession) -> Found | None:
     """Read a session. None if it changed between the requests: a lost one may still be made."""
@@ -164,4 +128,5 @@ def _found(remote: RemoteSession) -> Found | None:
     tokens = tuple(piece["id"] for piece in view["pieces"])
     text = "".join(piece["text"] for piece in view["pieces"])
     status = (run["standing"] for run in memory["runs"] for _ in range(run["count"]))
-    return Found(Content(tokens, tuple(status)), text, view["revision"])
+    content = Content(tokens, tuple(status), memory["cells"])
+    return Found(content, text, view["revision"])

@@ -1,7 +1,6 @@
 """The states of users' sessions as the users know them, and the results of all users."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvkeep.types import PolicyName
@@ -11,27 +10,39 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Content:
-    """The tokens of a session, and the status of each ("pinned", "window", ...)."""
+    """The tokens of a session, the status of each ("pinned", "window", ...), and its cells."""
 
     tokens: Tokens
     status: tuple[str, ...]
-
-    @property
-    def pinned(self) -> set[int]:
-        """Indices of the pinned tokens."""
-        return {index for index, status in enumerate(self.status) if status == "pinned"}
-
-
-Check = Callable[[Content, Content], bool]  # of what a session holds before a change and after it
+    cells: int
 
 
 @dataclass(frozen=True)
 class Change:
-    """An operation with its arguments, as a replay repeats it."""
+    """An operation with its arguments, as a replay repeats it.
+
+    start, end: the range of tokens that it changes or removes. tokens: that it puts at `start`, or
+    makes the whole text. max_answer: the most tokens that are generated after those. end_ids: of
+    the tokens that end the answer. answer: without such a token, as the response has it; None if
+    there was no response.
+    """
 
     kind: str
     start: int = 0
     end: int = 0
+    tokens: Tokens = ()
+    max_answer: int = 0
+    end_ids: Tokens = ()
+    answer: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A session as its server shows it."""
+
+    content: Content
+    text: str
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,11 @@ class SessionPoint:
 class UserSession:
     """A session as its user knows it.
 
-    points: from the first. saved: index of the newest that is on disk for certain; -1 for none.
-    generation: of the server when the newest point was seen. unanswered: changes of the newest
-    point whose responses were lost; one of them may still be made.
+    points: from the first. generation: of the server when the newest point was seen. saved: index
+    of the newest point that is on disk for certain; -1 for none. saved_revision: on disk for
+    certain. origin: index of the first point of this session itself, and not of its parent.
+    unanswered: changes of the newest point whose responses were lost; one of them may still be
+    made.
     """
 
     name: str
@@ -62,7 +75,9 @@ class UserSession:
     points: list[SessionPoint]
     generation: int
     saved: int = -1
-    unanswered: list[tuple[Change, Check]] = field(default_factory=list)
+    saved_revision: int = -1
+    origin: int = 0
+    unanswered: list[Change] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # other than acknowledged changes
 
     def has(self, kind: str) -> bool:
@@ -81,7 +96,7 @@ class Record:
     unanswered: int = 0
     replayed: int = 0
     words: dict[str, str] = field(default_factory=dict)  # by word, the owner's key
-    answers: dict[str, str] = field(default_factory=dict)  # the first one to each question
+    answers: dict[str, object] = field(default_factory=dict)  # the first one to each question
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -95,3 +110,13 @@ class Record:
     def count(self, kind: str) -> None:
         with self.lock:
             self.done[kind] = self.done.get(kind, 0) + 1
+
+    def first_answer(self, question: str, answer: object) -> object:
+        """Return the first answer to a question, which all others must equal."""
+        with self.lock:
+            return self.answers.setdefault(question, answer)
+
+    def strangers(self, text: str, own_word: str = "") -> list[str]:
+        """Return the words in a text that belong to sessions with other words."""
+        with self.lock:
+            return [word for word in self.words if word != own_word and word in text]

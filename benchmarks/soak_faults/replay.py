@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.soak_faults.changes import ALIGNMENT, COMPRESSION
+from benchmarks.soak_faults.effects import ALIGNMENT, COMPRESSION
 from benchmarks.soak_faults.records import Content, SessionPoint, Tokens, UserSession
 from kvkeep import Model, Sampling, Session, Snapshot
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
@@ -34,7 +34,8 @@ class Replayer:
             )
             session = replay_changes(session, held.points)
             expected = held.points[-1].content
-            replayed = Content(tuple(session.tokens), tuple(session.token_status))
+            status, cells = tuple(session.token_status), session.cache.cells
+            replayed = Content(tuple(session.tokens), status, cells)
             if replayed != expected:
                 return f"the replay has {replayed}; expected {expected}"
             saved = self._saved(held.name, expected.tokens)
@@ -73,29 +74,28 @@ class Replayer:
 
 def replay_changes(session: Session, points: Sequence[SessionPoint]) -> Session:
     """Repeat the changes of a session's points in one of this process; return that, or its fork."""
-    before: Tokens = ()
     for point in points:
-        change, tokens = point.change, point.tokens
+        change = point.change
         match change.kind:
-            case "feed":
-                session.feed(list(tokens[len(before) :]))
-            case "generate":
-                for _ in range(change.end):
+            case "feed" | "generate" | "turn":
+                if removed := len(session.tokens) - change.start:
+                    session.rewind(removed)
+                if change.tokens:
+                    session.feed(list(change.tokens))
+                for _ in range(len(point.tokens) - len(session.tokens)):
                     session.next_token(Sampling())
             case "delete":
                 session.delete(change.start, change.end)
             case "insert":
-                added = len(tokens) - len(before)
-                session.insert(change.start, list(tokens[change.start : change.start + added]))
+                session.insert(change.start, list(change.tokens))
             case "align":
-                session.align(list(tokens), **ALIGNMENT)
+                session.align(list(change.tokens), **ALIGNMENT)
             case "rewind":
-                session.rewind(change.end)
+                session.rewind(change.end - change.start)
             case "pin":
                 session.pin(change.start, change.end)
             case "compress":
                 session.compress(**COMPRESSION)
             case "fork":  # its new cells begin a segment: sums have another order than the parent's
                 session = session.fork()
-        before = tokens
     return session

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,9 +13,10 @@ import httpx
 from benchmarks.soak_faults.changes import GREEDY, PROPOSALS, Proposal
 from benchmarks.soak_faults.checks import Checker
 from benchmarks.soak_faults.deployment import Deployment
+from benchmarks.soak_faults.effects import first_content
 from benchmarks.soak_faults.latency import Latencies
 from benchmarks.soak_faults.records import Change, Record, SessionPoint, UserSession
-from kvkeep import Client
+from kvkeep import Client, Model
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoRoom, NoSuchSession
 from kvkeep.types import PolicyName
 
@@ -29,8 +31,10 @@ MAX_TOKENS = 250  # of a session, before it is deleted
 class User(threading.Thread):
     """One user with one key, who makes one change after another until the record is full.
 
-    latencies: of the users' operations, without replays. replay: compares a session that was saved
-    with a lone replay of its changes.
+    latencies: of the users' operations, without replays. model: the servers', for its tokenizer.
+    replay: compares a session that was saved with a lone replay of its changes. deleted: names of
+    sessions. has_failed: whether a request of the operation got no answer, or an error that is no
+    refusal.
     """
 
     def __init__(
@@ -40,11 +44,13 @@ class User(threading.Thread):
         server: Deployment,
         record: Record,
         latencies: Latencies,
+        model: Model,
         replay: Callable[[UserSession], str | None] | None,
     ) -> None:
         super().__init__(name=f"user {number}", daemon=True)
         self.key, self.server, self.record, self.replay = key, server, record, replay
         self.latencies, self.replay_seconds = latencies, 0.0
+        self.model, self.deleted, self.has_failed = model, list[str](), False
         self.rng = random.Random(number)
         self.number, self.made = number, 0
         self.clients = [Client(url, key) for url in server.urls]
@@ -61,7 +67,8 @@ class User(threading.Thread):
         try:
             while not self.record.is_over:
                 start, self.replay_seconds = time.monotonic(), 0.0
-                if self._operate():
+                self.has_failed = False
+                if self._operate() and not self.has_failed:
                     seconds = time.monotonic() - start - self.replay_seconds
                     self.latencies.add(self.number, seconds)
         except Exception as error:
@@ -78,11 +85,11 @@ class User(threading.Thread):
         if len(held.points[-1].tokens) > MAX_TOKENS:
             self._finish(held)
             return True
-        others = (self._save, self._fork, self._restore, self._ask, self.checker.compare_unchanged)
+        others = (self._save, self._fork, self._restore, self._ask, self._look)
         if self.rng.random() < len(others) / (len(others) + 2 * len(PROPOSALS)):
             self.rng.choice(others)(held)
             return True
-        proposal = self.rng.choice(PROPOSALS)(self.rng, held)
+        proposal = self.rng.choice(PROPOSALS)(self.rng, held, self.model)
         if proposal is not None:
             self._change(held, proposal)
         return proposal is not None
@@ -91,11 +98,11 @@ class User(threading.Thread):
 
     def _change(self, held: UserSession, proposal: Proposal) -> None:
         """Make a change, and check what the session holds after it."""
-        change, is_certain = proposal.change, True
+        change, response = proposal.change, None
         # Over a shared store a retry may be refused although the first try is about to be made.
         refusals = NoRoom if self.server.is_shared else (Busy, NoRoom)
         try:
-            proposal.call(self._remote(held), held.points[-1].revision)
+            response = proposal.call(self._remote(held), held.points[-1].revision)
         except refusals:
             self.checker.compare_unchanged(held)  # a refused change is not made
             return
@@ -103,12 +110,28 @@ class User(threading.Thread):
             if not isinstance(error, NoSuchSession):
                 self.checker.violation(f"{held.name}: {change} was refused: {error}")
                 return
-            is_certain = False
+            self.has_failed = True
         except KvkeepError as error:
             held.events.append(f"{change} after point {len(held.points) - 1}: {error!r}")
-            is_certain = False
+            self.has_failed = True
         self.record.count(change.kind)
-        self.checker.compare(held, change, proposal.check, is_certain)
+        self.checker.compare_after(held, change, response)
+
+    def _tried(self, request: Callable[[], Any]) -> Any:
+        """Return the response to a request; None if it was refused or failed."""
+        try:
+            return request()
+        except NoRoom:
+            return None
+        except KvkeepError:
+            self.has_failed = True
+            return None
+
+    def _look(self, held: UserSession) -> None:
+        """Read a session that was not changed, and one that was deleted."""
+        self.checker.compare_unchanged(held)
+        if self.deleted:
+            self.checker.require_deleted(self.rng.choice(self.deleted))
 
     # Sessions
 
@@ -119,31 +142,27 @@ class User(threading.Thread):
         with self.record.lock:
             self.record.words[word] = self.key
         policies: tuple[PolicyName, ...] = ("full", "sliding")
-        policy = self.rng.choice(policies)
-        try:
-            remote = self.client.create(name, policy=policy)
-            remote.feed(f"{word}. " + " ".join(f"{word} is {n}." for n in range(4)))
-        except KvkeepError:
-            pass
-        found, generation = self.checker.read(name)
+        text = f"{word}. " + " ".join(f"{word} is {n}." for n in range(4))
+        tokens = tuple(self.model.text.encode(text))
+        new = UserSession(name, word, self.rng.choice(policies), [], self.server.generation)
+        create = partial(self.client.create, name, policy=new.policy)
+        response = self._tried(lambda: create().feed(text, revision=0))
         self.record.count("create")
-        if found is None or not found.content.tokens:
-            return
-        if found.text.count(f"{word} is 0.") != 1:
-            self.checker.violation(f"{name}: its first text is not there once: {found}")
-        point = SessionPoint(found.content, found.revision, Change("feed"))
-        self.checker.sessions.append(UserSession(name, word, policy, [point], generation))
+        point = SessionPoint(first_content(tokens, new.policy), 1, Change("feed", tokens=tokens))
+        self.checker.add_new(new, point, is_made=response is not None)
 
     def _save(self, held: UserSession) -> None:
         index, generation = len(held.points) - 1, self.server.generation
-        try:
-            self._remote(held).save(revision=held.points[-1].revision)
-        except KvkeepError:
+        revision = held.points[-1].revision
+        response = self._tried(lambda: self._remote(held).save(revision=revision))
+        if response is None:
             self.checker.compare_unchanged(held)
             return
         self.record.count("save")
+        if response["saved_revision"] != revision:
+            self.checker.violation(f"{held.name}: the save of revision {revision} gave {response}")
         if held.generation == generation == self.server.generation:
-            held.saved = index
+            held.saved, held.saved_revision = index, revision
             if self.rng.random() < 0.5:
                 self._replay(held)
         else:
@@ -151,7 +170,7 @@ class User(threading.Thread):
 
     def _replay(self, held: UserSession) -> None:
         """Compare a session that was just saved with a lone replay."""
-        if self.replay is None or held.has("turn"):  # turns depend on the chat template
+        if self.replay is None:
             return
         start = time.monotonic()
         difference = self.replay(held)
@@ -161,41 +180,35 @@ class User(threading.Thread):
             self.checker.violation(f"{held.name}: {difference}")
 
     def _fork(self, held: UserSession) -> None:
-        self.made += 1
-        name, points = f"u{self.number}-{self.made}", list(held.points)
-        try:
-            self._remote(held).fork(name, revision=points[-1].revision)
-        except KvkeepError:
-            self.checker.compare_unchanged(held)
-        self._add_copy(held, points, name, "fork")
+        new, revision = self._new_copy(held, "fork"), held.points[-1].revision
+        response = self._tried(lambda: self._remote(held).fork(new.name, revision=revision))
+        self._add_copy(held, new, "fork", is_made=response is not None)
 
     def _restore(self, held: UserSession) -> None:
         """Restore another session from a snapshot of this one."""
+        new, revision = self._new_copy(held, "restore"), held.points[-1].revision
+        response = self._tried(lambda: self._remote(held).snapshot(new.name, revision=revision))
+        if response is not None:
+            response = self._tried(lambda: self.client.restore(new.name, new.name))
+        with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
+            self.client.delete_snapshot(new.name)
+        self._add_copy(held, new, "restore", is_made=response is not None)
+
+    def _new_copy(self, held: UserSession, kind: str) -> UserSession:
+        """Return a session with the points of another, before it is made."""
         self.made += 1
         name, points = f"u{self.number}-{self.made}", list(held.points)
-        try:
-            self._remote(held).snapshot(name, revision=points[-1].revision)
-            self.client.restore(name, name)
-        except KvkeepError:
-            self.checker.compare_unchanged(held)
-        with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
-            self.client.delete_snapshot(name)
-        self._add_copy(held, points, name, "restore")
+        copy = UserSession(name, held.word, held.policy, points, self.server.generation)
+        copy.origin, copy.events = len(points), [*held.events, f"{kind} of {held.name}"]
+        return copy
 
-    def _add_copy(
-        self, held: UserSession, points: list[SessionPoint], name: str, kind: str
-    ) -> None:
-        """Add a copy of a session that was at these points, if it is there, and compare it."""
+    def _add_copy(self, held: UserSession, new: UserSession, kind: str, is_made: bool) -> None:
+        """Add a copy with what the other session held, if it is there."""
         self.record.count(kind)
-        found, generation = self.checker.read(name)
-        if found is None:
-            return
-        if found.content != points[-1].content:
-            self.checker.violation(f"{name}: a {kind} of {points[-1]} holds {found}")
-        point = SessionPoint(found.content, found.revision, Change(kind))
-        copy = UserSession(name, held.word, held.policy, [*points, point], generation)
-        copy.events = [*held.events, f"{kind} of {held.name}"]
-        self.checker.sessions.append(copy)
+        if not is_made:
+            self.checker.compare_unchanged(held)
+        point = SessionPoint(new.points[-1].content, 0, Change(kind))
+        self.checker.add_new(new, point, is_made)
 
     def _ask(self, held: UserSession) -> None:
         """Ask a question without a session: its answer is always the same, to the token."""
@@ -204,13 +217,17 @@ class User(threading.Thread):
         try:
             response = self.rng.choice(self.http).post("/v1/chat/completions", json=body)
         except httpx.TransportError:
+            self.has_failed = True
             return
         self.record.count("ask")
         if not response.is_success:
+            self.has_failed = response.status_code != 429
             return
-        answer = response.json()["choices"][0]["message"]["content"]
-        with self.record.lock:
-            expected = self.record.answers.setdefault(question, answer)
+        (choice,), usage = (document := response.json())["choices"], document["usage"]
+        text = choice["message"]["content"]
+        self.checker.check_words(f"the answer to {question!r}", text)
+        answer = (text, choice["finish_reason"], usage["completion_tokens"])
+        expected = self.record.first_answer(question, answer)
         if answer != expected:
             difference = f"answered by {answer!r}, and before by {expected!r}"
             self.checker.violation(f"{question!r} was {difference}")
@@ -220,10 +237,11 @@ class User(threading.Thread):
         self._save(held)
         if held not in self.checker.sessions:
             return
-        with suppress(KvkeepError):  # then it is there, or not; it is not asked for again
-            self.client.delete(held.name)
-        self.record.count("delete session")
         self.checker.sessions.remove(held)
+        if self._tried(lambda: self.client.delete(held.name)) is not None:
+            self.deleted.append(held.name)
+            self.checker.require_deleted(held.name)
+        self.record.count("delete session")
 
     def _remote(self, held: UserSession) -> Any:
         return self.client.session(held.name)

@@ -99,7 +99,7 @@ def test_a_pin_that_a_kill_undid_is_no_change_of_the_session(killed: Killed) -> 
     killed.remote.save()
     fed, _ = killed.checker.read("s")
     assert fed is not None
-    content = Content(fed.content.tokens, ("pinned",) * 4 + fed.content.status[4:])
+    content = Content(fed.content.tokens, ("pinned",) * 4 + fed.content.status[4:], 4)
     points = [
         SessionPoint(fed.content, fed.revision, Change("feed")),
         SessionPoint(content, fed.revision + 1, Change("pin", 0, 4)),
@@ -113,7 +113,7 @@ def test_a_pin_that_a_kill_undid_is_no_change_of_the_session(killed: Killed) -> 
 def test_only_a_session_that_was_not_saved_may_be_empty_after_a_kill(
     killed: Killed, saved: int
 ) -> None:
-    point = SessionPoint(Content((5,), ("window",)), 1, Change("feed"))
+    point = SessionPoint(Content((5,), ("window",), 1), 1, Change("feed"))
     killed.kill([point], saved)
     assert bool(killed.record.violations) == (saved == 0)
     assert killed.checker.sessions == []
