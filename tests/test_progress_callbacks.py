@@ -6,7 +6,7 @@ import pytest
 from small_models import small_model, state_specs
 from topics import topic_ids
 
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
@@ -61,6 +61,23 @@ def test_a_rewind_is_refused_if_its_session_changes_meanwhile() -> None:
         session.rewind(60, progress=lambda count: session.feed([ADDED]) and None)
     assert session.tokens[: len(tokens)] == tokens
     assert set(session.tokens[len(tokens) :]) == {ADDED}
+
+
+@pytest.mark.parametrize("policy", ["full", "self_extend"])
+@pytest.mark.parametrize("kind", ["feed", "score"])
+def test_a_prompt_that_no_longer_fits_ends_at_a_step(policy: str, kind: str) -> None:
+    """Its callback feeds what the rest of the prompt needs."""
+    settings = {"group": 2, "window": 16} if policy == "self_extend" else {}
+    session = small_model().session(64, policy=policy, prefill_step=16, **settings)
+
+    def feed_once(count: int) -> None:
+        if len(session.tokens) == count:
+            session.feed(list(range(1, 30)))
+
+    with pytest.raises(ContextFull):
+        getattr(session, kind)(list(range(100, 148)), progress=feed_once)
+    assert session.cache.cells == len(session.tokens) == 16 + 29
+    session.feed(list(range(1, 64 - 16 - 29 + 1)))
 
 
 def test_progress_may_read_and_fork_the_session(smollm2: Model) -> None:

@@ -12,6 +12,7 @@ from kvkeep.cache.rope import PositionMap
 from kvkeep.cache.shallow_copy import shallow_copy
 
 MIN_GROWTH = 256  # cells added at least when a segment outgrows its storage
+_FULL = "more cells than the limit of their segment"
 
 
 class Segment:
@@ -189,6 +190,7 @@ class Segment:
 
     def occupy(self, slot: int, position: int, serial: int) -> None:
         """Count a cell that was written into `next_slot()` as the newest."""
+        assert self.length < self.limit, _FULL
         # This runs for each token, and NumPy takes a fraction of the time that torch does.
         self.block.slots.positions.numpy()[slot] = position
         self.block.slots.serials.numpy()[slot] = serial
@@ -196,6 +198,7 @@ class Segment:
 
     def append(self, cells: Cells) -> None:
         """Add cells as the newest; the limit must leave room for them."""
+        assert self.length + len(cells) <= self.limit, _FULL
         self.reserve(self.length + len(cells))
         self._prepare_write(self.slot_ranges(self.length, len(cells)))
         self._write(cells, self.length)

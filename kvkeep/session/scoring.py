@@ -37,8 +37,10 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
 
     The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether
-    to evaluate one token only, as if the model had chosen it: by a decode step.
+    to evaluate one token only, as if the model had chosen it: by a decode step. Raises ContextFull
+    and NonFiniteLogits as `Session.feed`.
     """
+    core.memory.require_room(len(ids) - done)
     last_hidden = last_hidden_state(core.memory)
     with session_transaction([core]) as (state,):
         state.keep_first_prompt(len(ids))
