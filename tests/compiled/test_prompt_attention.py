@@ -58,7 +58,7 @@ def compact(x: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([row[:count] for row, count in zip(x, counts.tolist(), strict=True)])
 
 
-def attend(given: Prompt) -> tuple[Tensor, Tensor]:
+def attend(given: Prompt, threads: int = 1) -> tuple[Tensor, Tensor]:
     """Attend by the kernels: the output `[n, heads * d]`, and the log sums `[heads, n]`."""
     kernels, (n, heads, head_dim) = c.kernel_library(), given.q.shape
     assert kernels is not None
@@ -95,7 +95,7 @@ def attend(given: Prompt) -> tuple[Tensor, Tensor]:
         head_dim=head_dim,
         rotations=1,
         view_count=1,
-        threads=1,
+        threads=threads,
         softmax_scale=head_dim**-0.5,
         softcap=given.softcap,
         sinks=None if given.sinks is None else given.sinks.data_ptr(),

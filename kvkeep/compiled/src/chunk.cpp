@@ -1,7 +1,5 @@
 #include "chunk.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -48,19 +46,7 @@ class ChunkAttention {
   }
 
   void run() {
-    bool single_thread = false;
-#pragma omp parallel num_threads(chunk_.threads)
-    {
-      if (omp_get_num_threads() == chunk_.threads)
-        work(omp_get_thread_num());
-      else if (omp_get_thread_num() == 0)
-        single_thread = true;
-    }
-    if (single_thread) {
-      Chunk single = chunk_;
-      single.threads = 1;
-      ChunkAttention(single).run();
-    }
+    team_.run([this](int me) { work(me); });
   }
 
  private:

@@ -1,7 +1,5 @@
 #include "decode.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -60,19 +58,7 @@ class DecodeForward {
   bool supported() const { return supported_; }
 
   void run() {
-    int threads = step_.threads;
-#pragma omp parallel num_threads(threads)
-    {
-      if (omp_get_num_threads() == threads)
-        work(omp_get_thread_num());
-      else if (omp_get_thread_num() == 0)
-        single_thread_ = true;
-    }
-    if (single_thread_) {
-      DecodeStep single = step_;
-      single.threads = 1;
-      DecodeForward(model_, single).run();
-    }
+    team_.run([this](int me) { work(me); });
   }
 
  private:
@@ -392,7 +378,6 @@ class DecodeForward {
   std::unique_ptr<Buffer<float>> projected_values_;
   ProjectedRows projected_{};
   bool supported_ = true;
-  bool single_thread_ = false;
 };
 
 }  // namespace

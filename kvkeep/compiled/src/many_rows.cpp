@@ -3,8 +3,6 @@
 // The rows are those of integers.h, so that a row's products have the same bits as in decode steps.
 // Codes are unpacked once for many rows, and an instruction multiplies two codes of each lane with
 // two numbers of a row: AVX2 computes twice as many such products as of floats.
-#include <omp.h>
-
 #include <algorithm>
 
 #include "buffer.h"
@@ -165,9 +163,7 @@ int multiply_prompt(const Matrix& matrix, const Bf16* x, int count, Bf16* out, i
   const int batches = (rows.tiles + kBatchTiles - 1) / kBatchTiles;
   const int parts = (matrix.blocks() + kPartBlocks - 1) / kPartBlocks;
   ThreadTeam team(threads);
-#pragma omp parallel num_threads(threads)
-  {
-    const int me = omp_get_thread_num();
+  team.run([&](int me) {
     team.run_shared_then_wait(me, rows.tiles, 2, [&](int tile) {
       const int first = tile * kPromptTile;
       rows.set_tile(tile, x + std::ptrdiff_t(first) * matrix.columns,
@@ -184,7 +180,7 @@ int multiply_prompt(const Matrix& matrix, const Bf16* x, int count, Bf16* out, i
                        std::min(tiles * kPromptTile, count - first),
                        out + std::ptrdiff_t(first) * matrix.rows);
     });
-  }
+  });
   return kDone;
 }
 

@@ -1,6 +1,4 @@
 // Single matrices: products with some rows, and unpacking.
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 
@@ -16,9 +14,10 @@ template <typename To>
 int unpack(const Matrix& matrix, int first, int blocks, To* out, int threads) {
   return run_guarded([=, &matrix] {
     ThreadTeam team(threads);
-#pragma omp parallel num_threads(threads)
-    team.run_shared(omp_get_thread_num(), blocks, 4, [&](int b) {
-      unpack_block(matrix, first + b, out + std::size_t(b) * kBlock * matrix.columns);
+    team.run([&](int me) {
+      team.run_shared(me, blocks, 4, [&](int b) {
+        unpack_block(matrix, first + b, out + std::size_t(b) * kBlock * matrix.columns);
+      });
     });
     return kDone;
   });
@@ -35,8 +34,7 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
     for (int i = 0; i < count; ++i) input.set_row(i, x + std::size_t(i) * matrix->columns);
     ThreadTeam team(threads);
     std::atomic<bool> finite{true};
-#pragma omp parallel num_threads(threads)
-    team.run_shared(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
+    const auto multiply_block = [&](int block) {
       Floats products[kMaxRows];
       const int rows = rows_in_block(*matrix, block);
       for (int first = 0; first < count; first += kMaxRows) {
@@ -48,7 +46,8 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
           if (not_finite(products[i], rows)) finite.store(false, std::memory_order_relaxed);
         }
       }
-    });
+    };
+    team.run([&](int me) { team.run_shared(me, matrix->blocks(), 16, multiply_block); });
     return finite ? kDone : kNotFinite;
   });
 }

@@ -1,8 +1,6 @@
 // State layers over several tokens of one sequence.
 #include "states.h"
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "state_forward.h"
@@ -16,25 +14,16 @@ constexpr int kPieceTokens = 64;  // tokens whose projections are held in float3
 // A chunk in one layer, piece by piece: whole pieces and the rest.
 class ChunkForward {
  public:
-  ChunkForward(const StateChunk& chunk, int threads)
+  explicit ChunkForward(const StateChunk& chunk)
       : chunk_(chunk),
-        threads_(threads),
-        team_(threads),
+        team_(chunk.threads),
         pieces_(chunk.tokens / kPieceTokens),
         rest_tokens_(chunk.tokens % kPieceTokens),
-        piece_(*chunk.shape, 1, pieces_ ? kPieceTokens : 0, threads),
-        rest_(*chunk.shape, 1, rest_tokens_, threads) {}
+        piece_(*chunk.shape, 1, pieces_ ? kPieceTokens : 0, chunk.threads),
+        rest_(*chunk.shape, 1, rest_tokens_, chunk.threads) {}
 
   void run() {
-    bool single_thread = false;
-#pragma omp parallel num_threads(threads_)
-    {
-      if (omp_get_num_threads() == threads_)
-        work(omp_get_thread_num());
-      else if (omp_get_thread_num() == 0)
-        single_thread = true;
-    }
-    if (single_thread) ChunkForward(chunk_, 1).run();
+    team_.run([this](int me) { work(me); });
   }
 
  private:
@@ -53,7 +42,6 @@ class ChunkForward {
   }
 
   const StateChunk& chunk_;
-  const int threads_;
   ThreadTeam team_;
   const int pieces_, rest_tokens_;
   StateForward piece_, rest_;
@@ -65,7 +53,7 @@ class ChunkForward {
 int kvkeep_state_chunk(const kvkeep::StateChunk* chunk) {
   using namespace kvkeep;
   return run_guarded([=] {
-    ChunkForward(*chunk, chunk->threads).run();
+    ChunkForward(*chunk).run();
     return kDone;
   });
 }

@@ -1,6 +1,7 @@
 // The threads of one call, which share the pieces of a phase and wait for each other at its end.
 #pragma once
 
+#include <omp.h>
 #include <sched.h>
 
 #include <atomic>
@@ -13,6 +14,23 @@ namespace kvkeep {
 class ThreadTeam {
  public:
   explicit ThreadTeam(int threads) : threads_(threads), next_(threads) {}
+
+  // Run `work(me)` in each thread, or in the calling one alone if OpenMP does not start them all:
+  // the others would wait for those that there are not.
+  template <typename Work>
+  void run(Work work) {
+    bool complete = true;
+#pragma omp parallel num_threads(threads_)
+    {
+      if (omp_get_num_threads() == threads_)
+        work(omp_get_thread_num());
+      else if (omp_get_thread_num() == 0)
+        complete = false;
+    }
+    if (complete) return;
+    threads_ = 1;
+    work(0);
+  }
 
   // Run `work(i)` once for each i below `count`. Each thread begins with a range of its own, so
   // that it reads contiguous memory, and takes `grain` pieces at a time; a thread that is done
@@ -61,7 +79,7 @@ class ThreadTeam {
   };
 
   static constexpr int kSpins = 4000;
-  const int threads_;
+  int threads_;
   std::vector<Next> next_;  // of each thread's range
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
