@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +70,41 @@ def test_matrices_are_rounded_and_packed_once(
     load_quantised(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
     assert files == {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert not list(folder.glob("packed*"))
+
+
+MEASURED = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from packed_model import spec_of
+from kvkeep.models.layers.network import tensor_shapes
+from kvkeep.models.weights.packed import load_quantised
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+spec = replace(spec_of(), vocab_size=100_000, layers=1)
+tensors = {x: torch.ones(s, dtype=torch.bfloat16) for x, s in tensor_shapes(spec).items()}
+before = peak()
+load_quantised(Path(), spec, sys.argv[1], tensors, False)
+print((peak() - before) / tensors["model.embed_tokens.weight"].numel())
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak has another unit elsewhere")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_large_matrices_are_packed_some_rows_at_a_time(home: Path, weights: str) -> None:
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, weights],
+        env={**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"},
+        check=True,
+        capture_output=True,
+    )
+    assert float(done.stdout) < 7  # bytes for each weight, of which the mapped result has 2
 
 
 def test_changed_weights_in_the_same_folder_are_packed_again(home: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Matrices keep their quantised formats, so that later starts only map one file.
 """
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +31,12 @@ from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes, rope_
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import NewMatrix, write_packed
-from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix, from_gguf, is_packable, pack
+from kvkeep.models.weights.packing import Matrix, from_gguf, is_packable, pack, row_ranges
 from kvkeep.models.weights.stacks import find_stack
 from kvkeep.models.weights.tensors import check_tensors
 from kvkeep.models.weights.value_heads import delta_net_row_order, fused_row_order
 from kvkeep.storage.files.atomic import write_atomic
 
-_CHUNK_WEIGHTS = 1 << 24  # how many weights are converted at a time
 _TEMPLATE_KEY = re.compile(r"tokenizer\.chat_template(\.(?P<name>[A-Za-z0-9_-]+))?")
 _UNQUANTISED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -124,8 +124,9 @@ def _write_weights(
 
     def converted_chunks(name: str) -> Iterator[Matrix]:
         gguf_tensor, row_indices = sources[name]
-        for row_chunk in _row_chunks(row_indices, gguf_tensor):
-            yield _convert_rows(gguf_tensor, formats[name], row_chunk, _transform(name, spec))
+        for rows in row_ranges(len(row_indices), math.prod(gguf_tensor.shape[1:])):
+            indices, transform = row_indices[rows], _transform(name, spec)
+            yield _convert_rows(gguf_tensor, formats[name], indices, transform)
 
     matrices = {
         name: NewMatrix(stored_format, shapes[name], converted_chunks(name))
@@ -140,14 +141,6 @@ def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
     if packed_format and len(tensor.shape) == 2 and is_packable(packed_format, *tensor.shape):
         return packed_format
     return _UNQUANTISED_DTYPES.get(tensor.ggml_type, torch.bfloat16)
-
-
-def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Split row indices into chunks of about `_CHUNK_WEIGHTS` weights, and whole blocks."""
-    weights_per_row = max(1, int(np.prod(tensor.shape[1:])))
-    rows_per_chunk = max(BLOCK_ROWS, _CHUNK_WEIGHTS // weights_per_row // BLOCK_ROWS * BLOCK_ROWS)
-    for start in range(0, len(rows), rows_per_chunk):
-        yield rows[start : start + rows_per_chunk]
 
 
 def _tensor_sources(

@@ -32,8 +32,9 @@ def export(
 ) -> None:
     """Write a converted model to a new folder: config, tokenizer, template, and model.safetensors.
 
-    Atomic. Memory use: some rows of one matrix at a time. dtype: bfloat16, to which weights are
-    rounded once, or float32.
+    Atomic. Memory use: some rows of one matrix at a time, and of one whose rows have another order
+    in the checkpoint some copies in `dtype`. dtype: bfloat16, to which weights are rounded once, or
+    float32.
 
     Raises:
         InvalidArgument: `to` exists, or the model was not converted.

@@ -39,6 +39,7 @@ from kvkeep.models.weights.packing import (
     pack,
     quantise,
     row_chunks,
+    row_ranges,
 )
 from kvkeep.models.weights.tensors import is_router, matrix_shapes
 from kvkeep.storage.files.text import ENCODING
@@ -100,8 +101,9 @@ def load_quantised(
     _remove_outdated(packed_folder(folder).glob("*"), path)
 
     def chunks(name: str) -> Iterator[Matrix]:
-        source_name = EMBEDDING if name == LM_HEAD and spec.tied_head else name
-        yield pack(quantise(tensors[source_name], 8 if formats[name].bits == 8 else 4))
+        source = tensors[EMBEDDING if name == LM_HEAD and spec.tied_head else name]
+        for rows in row_ranges(*shapes[name]):
+            yield pack(quantise(source[rows], 8 if formats[name].bits == 8 else 4))
 
     new_matrices = {
         name: NewMatrix(formats[name], shape, chunks(name)) for name, shape in shapes.items()

@@ -25,7 +25,8 @@ BLOCK_ROWS = 16
 
 MatrixBits = Literal[4, 8]
 QUANTISED_FORMATS: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # that kvkeep quantises to
-_BLOCKS_PER_CHUNK = 64  # of `row_chunks`
+# How many weights are packed or unpacked at a time, which takes up to 17 bytes for each of them.
+_CHUNK_WEIGHTS = 1 << 22
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -95,18 +96,29 @@ def format_name(matrix: Matrix) -> str:
 
 def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """Return `[rows, columns]`, rounded once if the dtype cannot hold the values."""
-    return (matrix.values() if isinstance(matrix, PackedMatrix) else matrix).to(dtype)
+    if isinstance(matrix, Tensor):
+        return matrix.to(dtype)
+    values = torch.empty(matrix.shape, dtype=dtype, device="cpu")
+    for rows, chunk in zip(row_ranges(*matrix.shape), row_chunks(matrix), strict=True):
+        values[rows] = chunk.values()
+    return values
+
+
+def row_ranges(rows: int, columns: int) -> Iterator[slice]:
+    """Yield the rows of a matrix some at a time: whole blocks of 16, except the last."""
+    count = max(BLOCK_ROWS, _CHUNK_WEIGHTS // max(1, columns) // BLOCK_ROWS * BLOCK_ROWS)
+    return (slice(first, min(first + count, rows)) for first in range(0, rows, count))
 
 
 def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
     """Yield a packed matrix some rows at a time, and a tensor as a whole."""
-    if not isinstance(matrix, PackedMatrix):
+    if isinstance(matrix, Tensor):
         yield matrix
         return
-    for first_block in range(0, len(matrix.data), _BLOCKS_PER_CHUNK):
-        rows = min(matrix.rows - first_block * BLOCK_ROWS, _BLOCKS_PER_CHUNK * BLOCK_ROWS)
-        blocks = slice(first_block, first_block + _BLOCKS_PER_CHUNK)
-        yield PackedMatrix(matrix.format, rows, matrix.data[blocks], matrix.scales[blocks])
+    for rows in row_ranges(*matrix.shape):
+        blocks = slice(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS))
+        data, scales = matrix.data[blocks], matrix.scales[blocks]
+        yield PackedMatrix(matrix.format, rows.stop - rows.start, data, scales)
 
 
 def is_packable(weight_format: Format, rows: int, columns: int) -> bool:
