@@ -124,15 +124,16 @@ from kvkeep.runtime.worker import computes_in_caller, computes_in_worker, hostin
 
 openmp = ctypes.CDLL(None)
 
-def is_dynamic():
-    return openmp.omp_get_dynamic()
+def settings():
+    return f"{openmp.omp_get_dynamic()},{openmp.omp_get_max_active_levels()}"
 
 if hasattr(openmp, "omp_get_dynamic"):
-    assert is_dynamic()
-    print(computes_in_worker(is_dynamic)(), computes_in_caller(is_dynamic)())
+    assert settings() == "1,0"
+    print(computes_in_worker(settings)(), computes_in_caller(settings)())
     openmp.omp_set_dynamic(1)
+    openmp.omp_set_max_active_levels(0)
     with hosting(lambda call: None):
-        print(computes_in_worker(is_dynamic)())
+        print(computes_in_worker(settings)())
 """
 
 
@@ -140,8 +141,8 @@ def test_openmp_starts_all_threads_that_a_computation_expects() -> None:
     """With fewer, torch's bfloat16 products are wrong."""
     done = subprocess.run(
         [sys.executable, "-c", DYNAMIC_TEAMS],
-        env={**os.environ, "OMP_DYNAMIC": "true"},
+        env={**os.environ, "OMP_DYNAMIC": "true", "OMP_MAX_ACTIVE_LEVELS": "0"},
         capture_output=True,
         check=True,
     )
-    assert set(done.stdout.split()) <= {b"0"}
+    assert set(done.stdout.split()) <= {b"0,1"}

@@ -7,7 +7,7 @@ and the others wait for them.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -56,16 +56,23 @@ def limit_torch_threads(root: Path = Path("/")) -> None:
 def require_full_teams() -> None:
     """Make OpenMP start as many threads as are expected, whenever the calling thread computes.
 
-    With OMP_DYNAMIC=true it starts fewer on a busy machine. Then torch's bfloat16 products are
-    wrong, and kernels wait for threads that do not exist. The setting is one of each thread.
+    With OMP_DYNAMIC=true it starts fewer on a busy machine, and with OMP_MAX_ACTIVE_LEVELS=0 none
+    beside the calling one. Then torch's bfloat16 products are wrong. Both are settings of each
+    thread.
     """
-    if (set_dynamic := _omp_set_dynamic()) is not None:
-        set_dynamic(0)
+    openmp = _openmp()
+    if openmp is None:
+        return
+    openmp.omp_set_dynamic(0)
+    if openmp.omp_get_max_active_levels() == 0:
+        openmp.omp_set_max_active_levels(1)
 
 
 @cache
-def _omp_set_dynamic() -> Callable[[int], object] | None:
-    return getattr(ctypes.CDLL(None), "omp_set_dynamic", None)
+def _openmp() -> ctypes.CDLL | None:
+    """Return the OpenMP runtime of this process; None without one."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "omp_set_dynamic") else None
 
 
 def _openmp_limit() -> int | None:
