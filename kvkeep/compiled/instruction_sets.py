@@ -25,7 +25,7 @@ ARCHITECTURES = {
         "avx512bf16": "AVX-512 with bfloat16 and VNNI",
         "avx512": "AVX-512",
         "avxvnni": "AVX2 with VNNI",
-        "avx2": "AVX2 with FMA",
+        "avx2": "AVX2 with FMA and F16C",
     },
     "aarch64": {"neonbf16": "NEON with bfloat16 and dot products", "neon": "NEON"},
 }

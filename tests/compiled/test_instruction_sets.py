@@ -1,7 +1,9 @@
 """Which instruction set is used, and that all sets round to the same bits."""
 
+import ctypes
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -31,12 +33,12 @@ kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled 
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
-    "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
-    "amx": {"avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "neon": {"asimd"},
-    "neonbf16": {"asimd", "bf16"},
+    "neonbf16": {"asimd", "asimddp", "bf16"},
 }
+FLAGS["avx512bf16"] = FLAGS["avx512"] | {"avx512_bf16", "avx512_vnni"}
+FLAGS["amx"] = FLAGS["avx512bf16"] | {"amx_tile", "amx_bf16"}
 
 
 def cpu_flags() -> set[str]:
@@ -164,6 +166,31 @@ def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument() -> 
     )
     assert process.returncode == 1
     assert f"InvalidArgument: KVKEEP_ISA={name} is not available: its kernels" in process.stderr
+
+
+NO_BITS = """
+static int __get_cpuid(unsigned leaf, unsigned* a, unsigned* b, unsigned* c, unsigned* d) {
+  *a = *b = *c = *d = 0;
+  return leaf != 0;
+}
+static int __get_cpuid_count(unsigned leaf, unsigned part, unsigned* a, unsigned* b, unsigned* c,
+                             unsigned* d) {
+  return __get_cpuid(leaf + part, a, b, c, d);
+}
+"""
+
+
+@pytest.mark.skipif(ARCHITECTURE != "x86_64", reason="of x86")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+def test_no_set_is_for_processors_without_f16c(tmp_path: Path) -> None:
+    """A hypervisor may hide that bit of CPUID alone; here it is one's header that does."""
+    (tmp_path / "cpuid.h").write_text(NO_BITS)
+    source = Path(instruction_sets.__file__).parent / "src" / "cpu.c"
+    library = tmp_path / "cpu.so"
+    command = ["gcc", "-shared", "-fPIC", f"-I{tmp_path}", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    cpu = ctypes.CDLL(str(library))
+    assert not any(cpu.kvkeep_cpu_runs(name.encode()) for name in SETS)
 
 
 # Linux permits no tiles while a thread handles signals on a stack too small to save them.

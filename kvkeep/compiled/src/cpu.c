@@ -4,9 +4,16 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static int avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+/* Compilers name some flags differently, or not at all: the bits of CPUID are the same. */
+static int f16c(void) {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & (1U << 29));
+}
 
-/* Compilers name the flag differently: the bit of CPUID is the same. */
+static int avx2(void) {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c();
+}
+
 static int avxvnni(void) {
   unsigned eax, ebx, ecx, edx;
   return avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1U << 4));
