@@ -1,9 +1,9 @@
 """Builds the compiled kernels: from one source, a library for each instruction set.
 
 KVKEEP_KERNELS_FOR says which sets: "native" (the default) for the best one that this processor
-runs, "all" for every set of this architecture, as wheels need it, or names of sets. The one to use
-is selected at run time (kvkeep/compiled/instruction_sets.py). A set that the compiler cannot build
-is left out; without any, kvkeep computes by torch alone.
+runs, "all" for every set of this architecture, as wheels need it, "none", or names of sets. The one
+to use is selected at run time (kvkeep/compiled/instruction_sets.py). A set that the compiler cannot
+build is left out; without any, kvkeep computes by torch alone.
 """
 
 import copy
@@ -56,9 +56,9 @@ X86 = {
 # With -O3, GCC needs several minutes and more than 1.5 GB for one of the files.
 ARM = {"neon": ["-O2"], "neonbf16": ["-O2", "-march=armv8.2-a+bf16+dotprod"]}
 SETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(ARCHITECTURE, {})
-KERNELS_FOR = os.environ.get("KVKEEP_KERNELS_FOR", "native")
-if KERNELS_FOR not in ("all", "native") and not {*KERNELS_FOR.split()} <= {*SETS}:
-    known = ", ".join(["native", "all", *SETS])
+KERNELS_FOR = os.environ.get("KVKEEP_KERNELS_FOR", "").strip() or "native"
+if KERNELS_FOR not in ("native", "all", "none") and not {*KERNELS_FOR.split()} <= {*SETS}:
+    known = ", ".join(["native", "all", "none", *SETS])
     sys.exit(f"KVKEEP_KERNELS_FOR takes {known}, or several sets; found {KERNELS_FOR!r}")
 
 
@@ -130,8 +130,8 @@ class BuildSets(build_ext):
         beside AMX, which the system may refuse to a process. If the processor cannot be asked, as
         when this is built for another machine, it is all sets.
         """
-        if KERNELS_FOR == "all":
-            return list(SETS)
+        if KERNELS_FOR in ("all", "none"):
+            return list(SETS) if KERNELS_FOR == "all" else []
         if KERNELS_FOR != "native":
             return KERNELS_FOR.split()
         try:
