@@ -8,7 +8,7 @@ compared, to the bit, with those of the process that was killed. Every tenth win
 by a new session, too. The default length goes beyond position 2^22.
 
 The folder holds the text, snapshots and results. The same command goes on with what is there,
-whenever it was stopped.
+whenever it was stopped. A result keeps the reports of complete runs that the folder does not have.
 """
 
 import json
@@ -24,7 +24,7 @@ import click
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
 from benchmarks.machine import describe_machine
 from benchmarks.soak4m.plot import draw_runs
-from benchmarks.soak4m.report import run_report, table
+from benchmarks.soak4m.report import run_report, table, with_windows_report
 from benchmarks.soak4m.runs import Plan, Run, all_runs
 from benchmarks.soak4m.state import State
 from kvkeep.errors import InvalidArgument, KvkeepError
@@ -71,20 +71,44 @@ def soak4m(
     if unknown := set(names) - set(runs):
         raise InvalidArgument(f"--only must be one of {', '.join(runs)}; found {unknown.pop()}")
     folder.mkdir(parents=True, exist_ok=True)
+    earlier = stored_reports(out)
     for run in [runs[name] for name in names] or runs.values():
         _complete(run, folder, {"model": name, "tokens": tokens, "plan": asdict(plan)})
-        reports = complete_reports(runs, folder)
-        write_json(out, {"machine": asdict(describe_machine()), "runs": reports})
+        reports = in_order(runs, earlier | complete_reports(runs, folder))
+        write_json(out, {"runs": reports})
         if plot is not None:
             write_atomic(plot, draw_runs(reports, plot.suffix))
-    click.echo(table(complete_reports(runs, folder)))
+    click.echo(table(in_order(runs, earlier | complete_reports(runs, folder))))
+
+
+def stored_reports(path: Path | None) -> dict[str, dict[str, object]]:
+    """Return the reports in an earlier result, by name; none if there is no such file.
+
+    Raises InvalidArgument for a file that is no result.
+    """
+    if path is None or not path.exists():
+        return {}
+    try:
+        reports = json.loads(path.read_bytes())["runs"].items()
+        return {name: with_windows_report(report) for name, report in reports}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgument(
+            f"{path} is no result of this benchmark: take another --out"
+        ) from error
+
+
+def in_order(
+    runs: dict[str, Run], reports: dict[str, dict[str, object]]
+) -> dict[str, dict[str, object]]:
+    """Return the reports in the order of the runs."""
+    return {name: reports[name] for name in runs if name in reports}
 
 
 def complete_reports(runs: dict[str, Run], folder: Path) -> dict[str, dict[str, object]]:
     """Return the reports of the runs that were seen to their end, by name."""
     states = {name: State.load(folder / f"{name}.json", run) for name, run in runs.items()}
     return {
-        name: run_report(state, runs[name], folder)
+        name: {"machine": asdict(describe_machine()), **run_report(state, runs[name], folder)}
         for name, state in states.items()
         if state.is_complete
     }

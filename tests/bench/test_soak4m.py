@@ -15,9 +15,10 @@ from typing import NoReturn
 import pytest
 from small_models import small_model
 
+from benchmarks.soak4m.__main__ import in_order, stored_reports
 from benchmarks.soak4m.plot import draw_runs
 from benchmarks.soak4m.report import run_report, table, windows_report, with_windows_report
-from benchmarks.soak4m.runs import Plan, Run
+from benchmarks.soak4m.runs import Plan, Run, all_runs
 from benchmarks.soak4m.state import State, Window
 from benchmarks.soak4m.text import make_text, selected_files, stored_text
 from benchmarks.soak4m.worker import Life
@@ -106,6 +107,18 @@ def test_the_stored_reports_follow_from_their_windows() -> None:
     stored = Path(__file__).parents[2] / "docs" / "results" / "soak4m.json"
     for report in json.loads(stored.read_bytes())["runs"].values():
         assert with_windows_report(report) == report
+
+
+def test_a_result_keeps_runs_that_the_folder_does_not_have(tmp_path: Path) -> None:
+    stored = Path(__file__).parents[2] / "docs" / "results" / "soak4m.json"
+    earlier, runs = stored_reports(stored), all_runs("smollm2", 4_200_000, Plan())
+    assert list(earlier) == list(in_order(runs, dict(reversed(earlier.items()))))
+    assert earlier == json.loads(stored.read_bytes())["runs"]
+    assert stored_reports(None) == stored_reports(tmp_path / "new.json") == {}
+    for content in ("", "[]", "{}", '{"runs": {"sliding-512": {}}}'):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(InvalidArgument, match="no result of this benchmark"):
+            stored_reports(tmp_path / "other.json")
 
 
 def test_a_session_that_goes_on_with_other_logits_is_reported(
