@@ -9,6 +9,7 @@ from click.shell_completion import CompletionItem
 from kvkeep.cli.options import option
 from kvkeep.errors import Locked, StoreError
 from kvkeep.models.hub.library import data_folders
+from kvkeep.storage.files.atomic import make_folder
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
@@ -73,7 +74,7 @@ def _move_server(source: Path, target: Path) -> None:
         if (target / name).exists() or not (source / name).exists():
             continue
         try:
-            target.mkdir(parents=True, exist_ok=True)
+            make_folder(target)
             (source / name).rename(target / name)
         except OSError as error:
             raise StoreError(

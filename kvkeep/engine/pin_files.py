@@ -21,7 +21,7 @@ from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.session_files import owner_folders
 from kvkeep.errors import KvkeepError, Locked
-from kvkeep.storage.files.atomic import write_json
+from kvkeep.storage.files.atomic import make_folder, write_json
 from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.sessions.interface import SNAPSHOT_SUFFIX
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -133,7 +133,7 @@ class PinFiles:
 
         def write() -> None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 snapshot.save_by(path, codec)
             except (OSError, KvkeepError) as error:
                 _log.error("%s, which is pinned, could not be saved: %s", record.name, error)
@@ -240,7 +240,7 @@ def _write_index(path: Path, entries: list[dict[str, Any]]) -> None:
         _unlink(path)
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_json(path, {"pins": entries})
     except OSError as error:
         _log.error("%s could not be written: %s", path, error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.errors import StoreError
+from kvkeep.storage.files.atomic import make_folder
 from kvkeep.storage.sessions.interface import require_distinct
 
 _log = logging.getLogger("kvkeep.engine")
@@ -87,7 +88,7 @@ class SessionSaver:
         path = (labelled := disk.snapshots_of(record.owner)).path(label)
         if isinstance(path, Path):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
             except OSError as error:
                 raise StoreError(
                     f"snapshot {label!r} cannot be stored in {path.parent} "

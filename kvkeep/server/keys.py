@@ -13,6 +13,7 @@ from typing import Any
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.server.key_file import hash_key, read_key_file
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.storage.files.atomic import make_folder
 
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
 # The settings that may follow a key in its line, such as "KEY alignment=in_place reread=64".
@@ -111,7 +112,7 @@ def _read_settings(words: Iterable[str], file: Path) -> dict[str, Any]:
 def _read_or_create_secret(folder: Path) -> bytes:
     file = folder / "secret"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with suppress(FileExistsError):
             file.touch(0o600, exist_ok=False)
             file.write_bytes(secrets.token_bytes(32))

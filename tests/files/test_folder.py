@@ -1,10 +1,14 @@
-"""Atomic folders: a folder appears with all of its files, or not at all."""
+"""Folders: new ones survive a power cut; atomic ones appear with all of their files, or not."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvkeep.storage.files.atomic import atomic_folder, sweep_partial_folders
+from kvkeep.storage.files.atomic import atomic_folder, make_folder, sweep_partial_folders
+from kvkeep.storage.objects.folder import FolderObjectStore
+from kvkeep.storage.sessions.folder import SessionFolder
 
 
 def names(folder: Path) -> list[str]:
@@ -42,3 +46,39 @@ def test_partial_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
         (tmp_path / stale / "weights").write_text("half")
     sweep_partial_folders(tmp_path)
     assert names(tmp_path) == ["model", "model/weights"]
+
+
+def lock_session(folder: Path) -> None:
+    with SessionFolder(folder).lock("a"):
+        pass
+
+
+def lock_sessions(folder: Path) -> None:
+    with SessionFolder(folder).lock_all():
+        pass
+
+
+def put(folder: Path) -> None:
+    FolderObjectStore(folder.parent).put(f"{folder.name}/object", b"")
+
+
+@pytest.mark.parametrize("create", [make_folder, lock_session, lock_sessions, put])
+def test_new_folders_are_flushed_into_their_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: Callable[[Path], object]
+) -> None:
+    folder, flushed, fsync = tmp_path / "a" / "b" / "c", list[tuple[Path, list[str]]](), os.fsync
+
+    def recorded(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            flushed.append((path, [entry.name for entry in path.iterdir()]))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    create(folder)
+    assert folder.is_dir()
+    for parent, name in ((tmp_path, "a"), (tmp_path / "a", "b"), (tmp_path / "a" / "b", "c")):
+        assert any(path == parent and name in entries for path, entries in flushed)
+    flushed.clear()
+    make_folder(folder)
+    assert not flushed

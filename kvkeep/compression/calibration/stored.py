@@ -16,6 +16,7 @@ from kvkeep.compression.calibration.calibration import Calibration, load_calibra
 from kvkeep.errors import CorruptFile, StoreError
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.models.hub.library import data_folders
+from kvkeep.storage.files.atomic import make_folder
 
 _SUFFIX = ".kvcal"
 _DIGEST_LENGTH = 32  # of a digest, in a name
@@ -102,6 +103,6 @@ def _folders() -> list[Path]:
 
 def _create_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise StoreError(f"{folder} cannot be created: {error.strerror or error}") from error

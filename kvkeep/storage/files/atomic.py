@@ -193,6 +193,14 @@ def folder_size(folder: Path) -> int:
     return total_bytes
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents unless they exist, so that they survive a power cut."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Fsync a folder, so that renames and removals in it survive a power cut."""
     try:

@@ -22,6 +22,7 @@ from kvkeep.cache import Layout
 from kvkeep.cache.checks import require, require_finite, require_tensor
 from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
 from kvkeep.models.hub.library import data_folders
+from kvkeep.storage.files.atomic import make_folder
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import layout_of
@@ -190,7 +191,7 @@ def add_basis(basis: CellBasis, is_newest: bool = True) -> Path:
     """
     path = _folders()[0] / f"{basis.digest}{BASIS_SUFFIX}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         is_new = not _is_intact(path)
         if is_new:
             basis.save(path)

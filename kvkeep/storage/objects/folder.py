@@ -14,6 +14,7 @@ from kvkeep.storage.files.atomic import (
     TEMPORARY_PREFIX,
     atomic_writer,
     fsync_folder,
+    make_folder,
     sweep_temporary_files,
 )
 from kvkeep.storage.objects.interface import (
@@ -129,8 +130,8 @@ class FolderObjectStore:
 
     def _write(self, path: Path, iter_chunks: ChunkFactory) -> None:
         for attempts_left in (2, 1, 0):
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                make_folder(path.parent)
                 with atomic_writer(path) as file:
                     for chunk in iter_chunks():
                         file.write(chunk)
@@ -147,7 +148,7 @@ class FolderObjectStore:
         """Hold the lock file that a key shares with those of the same hash modulo 64."""
         index = blake3(key.encode()).digest()[0] % _LOCK_COUNT
         folder = self._root / _LOCKS_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with FileLock(folder / f"{index:02}", thread_local=False):
             yield
 

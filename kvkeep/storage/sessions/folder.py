@@ -10,7 +10,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporary_files
+from kvkeep.storage.files.atomic import (
+    atomic_writer,
+    fsync_folder,
+    make_folder,
+    sweep_temporary_files,
+)
 from kvkeep.storage.sessions.folder_lock import exclusive_lock, is_locked
 from kvkeep.storage.sessions.interface import (
     SNAPSHOT_SUFFIX,
@@ -90,7 +95,7 @@ class SessionFolder(SessionStore[Path]):
         """Hold the lock of a name, new or not, for the block."""
         try:
             self._require_no_folder_lock()  # before a lock file is created
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folder(self.root)
             lock = FileLock(self._lock_file(name)).acquire(timeout=0)
         except Timeout:
             raise Locked(
@@ -109,7 +114,7 @@ class SessionFolder(SessionStore[Path]):
         """Hold the lock of all sessions here for the block, by one open file. Raises as `lock`."""
         with ExitStack() as lock:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
+                make_folder(self.root)
                 lock.enter_context(exclusive_lock(self.root / _FOLDER_LOCK))
                 if any(map(is_locked, self._lock_files())):
                     raise _folder_locked_error()
