@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from kvkeep.errors import (
 )
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore, open_object_store, remote
-from kvkeep.storage.objects.interface import ChunkFactory
+from kvkeep.storage.objects.interface import ChunkFactory, ObjectInfo
+from kvkeep.storage.objects.paths import ObjectFile, ObjectPath, WritablePath
 from kvkeep.storage.prefixes.inventory import evict_blocks
 from kvkeep.storage.sessions import driver
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.shared import SharedSessions, sweep_all
+from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions, sweep_all
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 
 def sessions_of(objects: ObjectStore, writer: str, lease: float = 30.0) -> SharedSessions:
@@ -89,6 +92,37 @@ def test_only_the_last_committed_snapshot_is_kept(objects: ObjectStore) -> None:
     keys = [stored.key for stored in objects.list_objects("")]
     assert sorted(key.rpartition("/")[2] for key in keys)[1:] == ["head.json"]
     assert content(sessions_of(objects, "b"), "one") == b"2"
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_anew(
+    objects: ObjectStore, tiny: Model, monkeypatch: pytest.MonkeyPatch, labelled: bool
+) -> None:
+    sessions, session = sessions_of(objects, "a"), tiny.session(max_kv_size=32, keep=4)
+    session.feed([1, 2, 3])
+    with sessions.lock("one") as written:
+        read = SharedLabels(objects, "0").path("one") if labelled else sessions.path("one")
+        target: WritablePath = read if isinstance(read, ObjectPath) else written
+        snapshot, opened, replacements = session.snapshot(), ObjectFile.__init__, iter(range(9))
+        replace(snapshot, notes={"padding": "x" * 300_000}).save(target)
+
+        def replaced(file: ObjectFile, store: ObjectStore, info: ObjectInfo) -> None:
+            opened(file, store, info)
+            for number in itertools.islice(replacements, 1):
+                replace(snapshot, notes={"n": number, "padding": "x" * 300_000}).save(target)
+
+        monkeypatch.setattr(ObjectFile, "__init__", replaced)
+        replacements = iter(range(2))
+        assert Snapshot.load(read).notes["n"] == 1
+        replacements = iter(range(2))
+        assert read_snapshot_document(read)["notes"]["n"] == 1
+        replacements = iter(range(99))
+        with pytest.raises(StoreError, match=r"one.* was replaced whenever it was read"):
+            Snapshot.load(read)
+        replacements = iter(())
+        if not labelled:
+            with pytest.raises(NoObject, match="nothing was committed to session 'two'"):
+                Snapshot.load(sessions.path("two"))
 
 
 def test_a_leased_session_is_locked_for_others(objects: ObjectStore) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvkeep.errors import StoreError
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ReadablePath
-from kvkeep.storage.snapshots.header import open_for_reading, read_header
+from kvkeep.storage.snapshots.header import read_file, read_header
 
 BLOCK_TOKENS = 256
 BLOCK_SUFFIX = ".kvblock"
@@ -238,8 +238,7 @@ def roundings(
 
 def _rounding(path: ReadablePath) -> Rounding | None:
     """Return how the cells in a block's file were rounded; None if they are exact."""
-    with open_for_reading(path) as file:
-        header = read_header(file, path, BLOCK_KIND, BLOCK_FORMAT)
+    header = read_file(path, lambda file: read_header(file, path, BLOCK_KIND, BLOCK_FORMAT))
     if "keys.frames" not in header.extents:
         return None
     names = (header.document.get(name) for name in ("rounded", "basis"))

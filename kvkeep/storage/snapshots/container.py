@@ -34,7 +34,7 @@ from kvkeep.storage.objects.paths import ReadablePath, WritablePath
 from kvkeep.storage.snapshots.header import (
     MAX_HEADER_BYTES,
     NO_CHECKSUM,
-    open_for_reading,
+    read_file,
     read_header,
     with_checksum,
 )
@@ -191,9 +191,7 @@ def read_container(
         TruncatedFile, CorruptFile: it is not as it was written; the message says where.
         StoreError: it cannot be read.
     """
-    # Header and tensors come from one open file: another one may replace it under its path.
-    with open_for_reading(path) as file:
-        return read_open_container(file, path, kind, max_format, names)
+    return read_file(path, lambda file: read_open_container(file, path, kind, max_format, names))
 
 
 def read_open_container(

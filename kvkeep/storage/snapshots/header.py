@@ -7,50 +7,68 @@ import errno
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from blake3 import blake3
 
 from kvkeep.errors import (
+    Conflict,
     CorruptFile,
     ForeignFile,
     InvalidArgument,
     NewerFormat,
+    NoObject,
     StoreError,
     TruncatedFile,
 )
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.objects.paths import ReadablePath, as_path
 
+T = TypeVar("T")
 SNAPSHOT_KIND, SNAPSHOT_FORMAT = "snapshot", 9  # kind and newest format of snapshot files
 NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_ATTEMPTS = 5  # to read an object that others keep replacing
 _ROUNDED_BEFORE = {"int8": "int8"}  # files of earlier releases say so by their codec alone
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
 def read_document(path: ReadablePath, kind: str, max_format: int) -> dict[str, Any]:
     """Return the document in a file's verified header alone. Raises as `read_container`."""
-    with open_for_reading(path) as file:
-        return read_header(file, path, kind, max_format).document
+    return read_file(path, lambda file: read_header(file, path, kind, max_format).document)
+
+
+def read_file(path: ReadablePath, read: Callable[[BinaryIO], T]) -> T:
+    """Open a file, and return what `read` reads from it: all of it is of one version.
+
+    An object that another writer replaces or removes meanwhile is opened anew. Raises StoreError,
+    and what `read` raises.
+    """
+    for _ in range(_ATTEMPTS):
+        with _open_for_reading(path) as file:
+            try:
+                return read(file)
+            except (Conflict, NoObject):
+                continue
+    raise StoreError(f"{path} was replaced whenever it was read: try again")
 
 
 @contextmanager
-def open_for_reading(path: ReadablePath) -> Iterator[BinaryIO]:
+def _open_for_reading(path: ReadablePath) -> Iterator[BinaryIO]:
     """Open a file to read. Raises StoreError in place of OSError, also from the block."""
     try:
-        with _open(path) as file:
+        with _opened(path) as file:
             yield file
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _open(path: ReadablePath) -> BinaryIO:
+def _opened(path: ReadablePath) -> BinaryIO:
     try:
         return path.open("rb")
     except ValueError as error:  # a path with a zero byte
