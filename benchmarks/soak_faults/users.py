@@ -33,8 +33,7 @@ class User(threading.Thread):
 
     latencies: of the users' operations, without replays. model: the servers', for its tokenizer.
     replay: compares a session that was saved with a lone replay of its changes. deleted: names of
-    sessions. has_failed: whether a request of the operation got no answer, or an error that is no
-    refusal.
+    sessions. is_answered: whether a request of the operation, other than to read, succeeded.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class User(threading.Thread):
         super().__init__(name=f"user {number}", daemon=True)
         self.key, self.server, self.record, self.replay = key, server, record, replay
         self.latencies, self.replay_seconds = latencies, 0.0
-        self.model, self.deleted, self.has_failed = model, list[str](), False
+        self.model, self.deleted, self.is_answered = model, list[str](), False
         self.rng = random.Random(number)
         self.number, self.made = number, 0
         self.clients = [Client(url, key) for url in server.urls]
@@ -67,32 +66,32 @@ class User(threading.Thread):
         try:
             while not self.record.is_over:
                 start, self.replay_seconds = time.monotonic(), 0.0
-                self.has_failed = False
-                if self._operate() and not self.has_failed:
+                self.is_answered = False
+                self._operate()
+                if self.is_answered:
                     seconds = time.monotonic() - start - self.replay_seconds
                     self.latencies.add(self.number, seconds)
         except Exception as error:
             self.checker.violation(f"{type(error).__name__}: {error}")
             raise
 
-    def _operate(self) -> bool:
-        """Make an operation. False if a change was chosen that the session does not allow."""
+    def _operate(self) -> None:
+        """Make an operation; none if a change was chosen that the session does not allow."""
         sessions = self.checker.sessions
         if not sessions or (len(sessions) < 3 and self.rng.random() < 0.1):
             self._create()
-            return True
+            return
         held = self.rng.choice(sessions)
         if len(held.points[-1].tokens) > MAX_TOKENS:
             self._finish(held)
-            return True
+            return
         others = (self._save, self._fork, self._restore, self._ask, self._look)
         if self.rng.random() < len(others) / (len(others) + 2 * len(PROPOSALS)):
             self.rng.choice(others)(held)
-            return True
+            return
         proposal = self.rng.choice(PROPOSALS)(self.rng, held, self.model)
         if proposal is not None:
             self._change(held, proposal)
-        return proposal is not None
 
     # Changes
 
@@ -103,6 +102,7 @@ class User(threading.Thread):
         refusals = NoRoom if self.server.is_shared else (Busy, NoRoom)
         try:
             response = proposal.call(self._remote(held), held.points[-1].revision)
+            self.is_answered = True
         except refusals:
             self.checker.compare_unchanged(held)  # a refused change is not made
             return
@@ -110,22 +110,19 @@ class User(threading.Thread):
             if not isinstance(error, NoSuchSession):
                 self.checker.violation(f"{held.name}: {change} was refused: {error}")
                 return
-            self.has_failed = True
         except KvkeepError as error:
             held.events.append(f"{change} after point {len(held.points) - 1}: {error!r}")
-            self.has_failed = True
         self.record.count(change.kind)
         self.checker.compare_after(held, change, response)
 
     def _tried(self, request: Callable[[], Any]) -> Any:
-        """Return the response to a request; None if it was refused or failed."""
+        """Return the response to a request; None if it failed."""
         try:
-            return request()
-        except NoRoom:
-            return None
+            response = request()
         except KvkeepError:
-            self.has_failed = True
             return None
+        self.is_answered = True
+        return response
 
     def _look(self, held: UserSession) -> None:
         """Read a session that was not changed, and one that was deleted."""
@@ -217,12 +214,11 @@ class User(threading.Thread):
         try:
             response = self.rng.choice(self.http).post("/v1/chat/completions", json=body)
         except httpx.TransportError:
-            self.has_failed = True
             return
         self.record.count("ask")
         if not response.is_success:
-            self.has_failed = response.status_code != 429
             return
+        self.is_answered = True
         (choice,), usage = (document := response.json())["choices"], document["usage"]
         text = choice["message"]["content"]
         self.checker.check_words(f"the answer to {question!r}", text)
