@@ -161,6 +161,48 @@ def test_messages_begin_at_checkpoints(model: Model) -> None:
     assert 350 in session.checkpoints
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_scored_prompt_leaves_those_of_a_fed_one(model: Model, written: bool) -> None:
+    session = model.session(2048, policy="full", prefill_step=STEP)
+    session.score(IDS[:120], written=written)
+    session.score(IDS[:20])
+    assert session.checkpoints == [50, 100, 120]
+
+
+@pytest.mark.parametrize("kind", STATE_MODELS)
+def test_a_bounded_session_goes_back_to_a_scored_prompt(kind: str) -> None:
+    session = STATE_MODELS[kind].session(64)
+    session.score(IDS[:300])
+    session.score(IDS[:20])
+    assert session.rewind(3) == IDS[17:20]
+
+
+def test_the_suffix_of_an_edit_has_checkpoints(model: Model) -> None:
+    session = fed(1000, model)
+    session.delete(100, 103, recompute="suffix")
+    report = session.delete(950, 951, recompute="suffix")
+    assert report.tokens_evaluated <= STEP + 46
+
+
+def test_an_exact_alignment_leaves_checkpoints(model: Model) -> None:
+    """Each turn replaces the end of the last one."""
+    session, ends = model.session(2048, policy="full", prefill_step=STEP), (200, 400, 600, 800)
+    for end in ends:
+        report = session.align([*IDS[:end], 7, 8, 9], mode="exact")
+        assert report.evaluated <= 200 + STEP + 4
+    assert set(session.checkpoints) >= set(ends[:-1])
+    expected = model.session(2048, policy="full", prefill_step=STEP)
+    expected.feed(session.tokens)
+    require_close(session, expected)
+
+
+def test_the_tail_of_an_alignment_in_place_has_checkpoints() -> None:
+    session = fed(600)
+    target = [*IDS[:20], *IDS[23:600], *IDS[700:1000]]
+    assert session.align(target, mode="in_place", min_saved=0).mode == "in_place"
+    assert len([each for each in session.checkpoints if each > 600]) >= 4
+
+
 def test_a_failed_step_takes_no_checkpoint(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     session = fed(1000, model)
     checkpoints, decoder = session.checkpoints, session.core.memory.decoder

@@ -4,13 +4,13 @@ Cells of global layers stay where they are until they are evicted, so tokens can
 dropping the newest cells. The windows of local layers move on, and recurrent states change with
 each token: to go back to an earlier token, both must have been copied there.
 
-A checkpoint is taken before each prompt, at the boundary of a message, and at the end of each whole
-prefill step. The newest three are kept. Further back, a checkpoint is dropped if the two beside it
-are no further from each other than the younger one is from the newest: of 4,000 tokens in steps of
-128, those after 128, 1152, 2176, 2688, 3200, 3456, 3712, 3840 and 3968 tokens stay. So a prompt
-that continues differently after token n needs not much more than the tokens after n to be evaluated
-again. A checkpoint at which several texts branch, such as the end of a system prompt, stays. If all
-of them take too many bytes, the distances grow.
+A checkpoint is taken before each prompt, at the boundary of a message, before the text that an edit
+evaluates again, and at the end of each whole prefill step. The newest three are kept. Further back,
+a checkpoint is dropped if the two beside it are no further from each other than the younger one is
+from the newest: of 4,000 tokens in steps of 128, those after 128, 1152, 2176, 2688, 3200, 3456,
+3712, 3840 and 3968 tokens stay. So a prompt that continues differently after token n needs not much
+more than the tokens after n to be evaluated again. A checkpoint at which several texts branch, such
+as the end of a system prompt, stays. If all of them take too many bytes, the distances grow.
 
 Models with states also have one before the tokens with which a sampled answer ends, such as an end
 token (`kvkeep.session.answer_end`).
@@ -90,6 +90,11 @@ class Checkpoints:
             [*older, replace(checkpoint, branches=number == self.branch)], self.max_bytes
         )
         return replace(self, entries=tuple(_sharing_storage(kept)), answer_ends=answer_ends)
+
+    @property
+    def end(self) -> int:
+        """After how many tokens the newest one was taken; 0 without any."""
+        return self.entries[-1].num_tokens if self.entries else 0
 
     def limited(self, max_bytes: int) -> "Checkpoints":
         """Return the list with another limit, thinned to it."""

@@ -117,6 +117,7 @@ def _aligned_in_place(
     for count in _steps(memory, plan, retained, core.prefill_step):
         if progress:
             progress(count)
+    memory.take_checkpoint()
     evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
     retained.apply(memory)
     return memory
@@ -132,13 +133,13 @@ def _aligned_exactly(
 
     Also returns how many tokens were evaluated.
     """
-    memory, total = core.memory, len(core.memory.tokens)
+    memory, total = core.memory.fork(), len(core.memory.tokens)
     kept = common_length(memory.tokens.array(), target[:-1])
     core.state.check_first_prompt(len(target))
     if total - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
-        memory = memory.fork()
         memory.clear()
         kept = total = 0
+    memory.checkpoints = memory.checkpoints.branched(kept)
     memory.require_room(len(target) - total)
     ids, pins = target[kept:], retained.pinned[kept:]
     return evaluate_suffix(memory, kept, ids, pins, retained.keep, core.prefill_step, progress)

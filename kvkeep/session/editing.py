@@ -14,6 +14,7 @@ from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import (
     REFILL_STEP_TOKENS,
     evaluate_all,
+    evaluate_popped,
     reevaluate_last,
     refilled_before,
 )
@@ -92,7 +93,7 @@ def rewind(
             removed, last_ids, pinned = memory.rewind(count)
             if refilled is not None:
                 memory.cache.take_overwritten(refilled)
-            evaluate_all(memory, last_ids, 1, pinned)
+            evaluate_popped(memory, last_ids, pinned)
         state.truncate_spans(len(memory.tokens))
     return removed
 
@@ -168,6 +169,7 @@ def evaluate_suffix(
     num_refilled = reevaluate_last(edited_memory, last_ids, pinned, None, step_size, progress)
     if keep is not None:
         edited_memory.change_policy(keep=keep)
+    edited_memory.take_checkpoint()
     for pinned, run in itertools.groupby(zip(pins, ids, strict=True), itemgetter(0)):
         run_ids = [token for _, token in run]
         evaluate_run = _evaluate_and_pin if pinned else evaluate_all

@@ -134,9 +134,12 @@ def evaluate_all(
 ) -> None:
     """Evaluate token ids into a memory, and pin them if `pinned`.
 
-    progress: called after each step with the number of tokens in it.
+    A checkpoint is taken whenever a whole step has come since the newest one. progress: called
+    after each step with the number of tokens in it.
     """
     for step in evaluate(memory, ids, prefill_step):
+        if len(memory.tokens) - memory.checkpoints.end >= prefill_step:
+            memory.take_checkpoint()
         if progress:
             progress(step.hidden.shape[0])
     if pinned:
@@ -153,6 +156,24 @@ def step_end(done: int, prefill_step: int) -> int:
     return done - done % prefill_step + prefill_step
 
 
+def evaluate_prompt_step(
+    memory: Memory, ids: Sequence[int], done: int, end: int, sampled: bool = False
+) -> StepResult:
+    """Evaluate the next step of a prompt, and take the checkpoints before it and at its end.
+
+    The arguments are those of `evaluate_step`. A checkpoint is taken before the prompt, which is
+    the boundary of a message, and at `end`. Raises ContextFull if the rest of the prompt does not
+    fit: the session may have got other tokens since the last step.
+    """
+    memory.require_room(len(ids) - done)
+    if not done:
+        memory.take_checkpoint()
+    result = evaluate_step(memory, ids, done, end, sampled)
+    if done + len(result.hidden) == end:
+        memory.take_checkpoint()
+    return result
+
+
 @torch.inference_mode()
 def evaluate_step(
     memory: Memory, ids: Sequence[int], done: int, end: int, sampled: bool = False
@@ -162,7 +183,7 @@ def evaluate_step(
     end: after how many of the ids it ends at the latest. sampled: whether the model itself has
     chosen the ids; it is a step of one token then.
     """
-    chunk = make_room_for_chunk(memory, ids, done, end)
+    chunk = make_room_for_chunk(memory, ids, done, done + 1 if sampled else end)
     return evaluate_chunk(memory, chunk, is_last=done + len(chunk) == len(ids), sampled=sampled)
 
 
@@ -229,8 +250,16 @@ def reevaluate_last(
     if not last_ids:
         return 0
     num_refilled = refill_overwritten(memory, max_local_windows, step_size, progress)
-    evaluate_all(memory, last_ids, 1, pinned)
+    evaluate_popped(memory, last_ids, pinned)
     return num_refilled
+
+
+def evaluate_popped(memory: Memory, last_ids: Sequence[int], pinned: bool) -> None:
+    """Evaluate the token that a memory popped, if any. The arguments are from `Memory.pop_last`."""
+    if last_ids:
+        evaluate_step(memory, last_ids, 0, 1)
+        if pinned:
+            memory.pin(len(memory.tokens) - 1, len(memory.tokens))
 
 
 def refill_overwritten(

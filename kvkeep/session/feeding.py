@@ -9,7 +9,7 @@ from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step, step_end
+from kvkeep.session.evaluation import evaluate_prompt_step, step_end
 from kvkeep.session.scoring import TokenScores, last_hidden_state, score_tokens
 from kvkeep.session.stored_prefix import StoredPrefix
 from kvkeep.storage.prefixes.block import PrefixMatch
@@ -168,15 +168,10 @@ class Feeding(Iterator[FeedStep]):
             last_hidden = last_hidden_state(core.memory)
         if core.memory.tokens is not self._tokens_after_step:
             self._prefix.prefix_cache = None  # the session was changed meanwhile: no first prompt
-        core.memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session_transaction([core]) as (state,):
                 state.keep_first_prompt(self.total)
-                if not self.done:
-                    state.memory.take_checkpoint()  # at the boundary of a message
-                result = evaluate_step(state.memory, self._ids, self.done, end)
-                if self.done + len(result.hidden) == end:
-                    state.memory.take_checkpoint()
+                result = evaluate_prompt_step(state.memory, self._ids, self.done, end)
                 if self._top_logprobs is not None:
                     targets = self._ids[self.done : self.done + len(result.hidden)]
                     scored = (last_hidden, result.hidden, targets, self._top_logprobs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_step, reevaluate_last, step_end
+from kvkeep.session.evaluation import evaluate_prompt_step, reevaluate_last, step_end
 from kvkeep.session.memory import Memory
 
 _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
@@ -40,12 +40,11 @@ def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> T
     to evaluate one token only, as if the model had chosen it: by a decode step. Raises ContextFull
     and NonFiniteLogits as `Session.feed`.
     """
-    core.memory.require_room(len(ids) - done)
     last_hidden = last_hidden_state(core.memory)
     with session_transaction([core]) as (state,):
         state.keep_first_prompt(len(ids))
-        end = step_end(done, 1 if sampled else core.prefill_step)
-        hidden = evaluate_step(state.memory, ids, done, end, sampled).hidden
+        end = step_end(done, core.prefill_step)
+        hidden = evaluate_prompt_step(state.memory, ids, done, end, sampled).hidden
         targets = ids[done : done + len(hidden)]
         return score_tokens(state.memory.decoder, last_hidden, hidden, targets).logprobs
 
