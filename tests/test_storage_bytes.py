@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from edit_actions import MODEL
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import KVCache, Segment
 from kvkeep.errors import KvkeepError
 from kvkeep.policies import POLICIES
 from kvkeep.session.session import Session
@@ -84,6 +84,31 @@ def test_deleted_cells_free_their_storage(policy: str) -> None:
         allowed = session.cache.cells + 256 + 1  # and the newest segment's free slots
         assert session.cache.nbytes <= 2 * allowed * session.cache.layout.cell_bytes
     assert session.cache.cells < 200
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_storage_that_cannot_be_freed_is_freed_by_a_later_call(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = MODEL.session(60, keep=4, prefill_step=16)
+    session.feed(TEXT[:50])
+    session.delete(10, 14)  # leaves storage of which the next tokens make a part idle
+    failed = list[Segment]()
+
+    def fail(segment: Segment) -> None:
+        failed.append(segment)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "compact", fail)
+        feeding = session.feeding(TEXT[50:90])
+        while not failed:
+            done = next(feeding).done
+        assert feeding.done == done
+        assert session.tokens[46:] == TEXT[50 : 50 + done]
+    list(feeding)
+    assert session.tokens[46:] == TEXT[50:90]
+    check(session.cache, 60)
 
 
 def test_shared_storage_is_copied_only_once_the_parent_is_gone() -> None:

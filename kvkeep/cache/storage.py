@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -60,7 +61,8 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
     Slots become idle when cells are cut out, or evicted from a frozen segment. Cells move if more
     of their storage is idle than in use, or if all storage exceeds the budget of cells by an
     eighth. The copying costs no more than the change that made the slots idle. Storage that another
-    session or a snapshot uses stays and does not count: moving cells out would not free it.
+    session or a snapshot uses stays and does not count: moving cells out would not free it. Cells
+    for which no new storage can be allocated stay where they are, until the next call.
     """
     if not any(segment.frozen for segment in segments):
         return
@@ -72,7 +74,8 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
         dropped_count = idle_counts[storage] - sum(map(_count_unfilled_slots, users))
         if idle_counts[storage] and (dropped_count > _count_cells(users) or excess > 0):
             excess -= idle_counts[storage]
-            with torch.inference_mode():
+            # On a failed allocation torch raises a RuntimeError, and Python a MemoryError.
+            with torch.inference_mode(), suppress(MemoryError, RuntimeError):
                 for segment in users:
                     segment.compact()
 
