@@ -23,6 +23,8 @@ def test_it_is_a_sequence_of_its_numbers() -> None:
     assert list(history) == list(reversed(list(reversed(history)))) == history.tolist() == numbers
     assert (len(history), history[0], history[-1], 7 in history) == (20, 5, 24, True)
     assert repr(history) == repr(numbers)
+    assert history.first(17).last(3).tolist() == numbers[14:17]
+    assert history.first(17).last(99).tolist() == numbers[:17]
     for index in (20, -21):
         with pytest.raises(IndexError):
             history[index]

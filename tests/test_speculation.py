@@ -23,8 +23,18 @@ from kvkeep import Sampling
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.model import Model
-from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, NgramIndex, Offer, RowCost
+from kvkeep.session.drafts import (
+    INDEXED_TOKENS,
+    Acceptance,
+    Draft,
+    DraftPlanner,
+    NgramIndex,
+    Offer,
+    RowCost,
+)
+from kvkeep.session.history import History
 from kvkeep.session.session import Session
+from kvkeep.session.speculation import Speculation
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from tests.examples import examples
 
@@ -148,6 +158,26 @@ def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
     assert index.draft(9, 10) == Draft([2, 3, 4, 6, 7, 2, 3, 4, 5], 5)
     assert NgramIndex([3, 4, 5] * 4).draft(3, 2) == Draft([4, 5], 10)
     assert NgramIndex([1]).draft(2, 3) is None
+
+
+def test_of_a_long_text_the_newest_tokens_are_indexed() -> None:
+    session = model_of("dense").session(64)
+    session.feed(PROMPT[:20])
+    memory, filling = session.core.memory, [9] * INDEXED_TOKENS
+    for end, following in (([1, 2], None), ([5, 6], Draft([8, 5, 6], 3))):
+        memory.tokens = History("i", [1, 2, 3, 4, *filling, 5, 6, 7, 8, *end])
+        speculation = Speculation(session.core, Sampling(), lambda token: False)
+        assert speculation.draft(end[-1] + 1, 4) == following
+
+
+def test_an_index_that_grows_keeps_the_newest_tokens() -> None:
+    index = NgramIndex([1, 2, 3, 4])
+    index.extend([9] * 2 * INDEXED_TOKENS)
+    assert len(index.tokens) == INDEXED_TOKENS
+    index.extend([5, 6, 7, 8, 1, 2])
+    assert index.draft(3, 4) is None
+    index.extend([5, 6])
+    assert index.draft(7, 2) == Draft([8, 1], 3)
 
 
 def test_drafts_of_long_texts_follow_the_last_place_of_a_run() -> None:

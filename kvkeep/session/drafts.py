@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MATCH_TOKENS = 3  # the shortest run of tokens that is looked up
+INDEXED_TOKENS = 2**16  # of a longer text: indexing millions takes seconds
 _MAX_MATCH = 24  # longer runs are not told apart
 _WEIGHT = 0.15  # of a new measurement, in averages
 _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is measured
@@ -55,7 +56,7 @@ class NgramIndex:
 
     A hash table of 32-bit numbers: of two runs with one hash it keeps the newer.
 
-    tokens: the text.
+    tokens: the newest of the text, `INDEXED_TOKENS` to twice as many.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -68,6 +69,10 @@ class NgramIndex:
         """Append tokens to the text."""
         first = len(self.tokens)
         self.tokens.extend(tokens)
+        if len(self.tokens) > 2 * INDEXED_TOKENS:
+            self.tokens = self.tokens[-INDEXED_TOKENS:]
+            self._rebuild()
+            return
         if 2 * len(self.tokens) > len(self._ends):
             self._rebuild()
             return

@@ -56,6 +56,10 @@ class History(Sequence[int]):
         """Return a copy as an array."""
         return self._numbers[: self._length]
 
+    def last(self, count: int) -> "array[int]":
+        """Return a copy of the last `count` numbers, or of all, as an array."""
+        return self._numbers[max(0, self._length - count) : self._length]
+
     def tolist(self) -> list[int]:
         return self.array().tolist()
 

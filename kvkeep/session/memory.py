@@ -157,9 +157,9 @@ class Memory:
         if not segments:
             return 0
         held = torch.cat([segment.live_serials().cpu() for segment in segments]).numpy()
-        serials = np.frombuffer(self.serials.array(), dtype=np.int64)
-        count = min(len(held), len(serials))
-        differing = np.flatnonzero(held[len(held) - count :] != serials[len(serials) - count :])
+        serials = np.frombuffer(self.serials.last(len(held)), dtype=np.int64)
+        count = len(serials)
+        differing = np.flatnonzero(held[len(held) - count :] != serials)
         return int(count - 1 - differing[-1]) if len(differing) else count
 
     @property

@@ -19,7 +19,15 @@ from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.drafts import Acceptance, Draft, DraftCounts, DraftPlanner, NgramIndex, Offer
+from kvkeep.session.drafts import (
+    INDEXED_TOKENS,
+    Acceptance,
+    Draft,
+    DraftCounts,
+    DraftPlanner,
+    NgramIndex,
+    Offer,
+)
 from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
@@ -74,7 +82,8 @@ class Speculation:
         if not self._drafts or min(max_tokens, memory.decoder.executor.row_limit) < 2:
             return None
         if self._index is None or memory.tokens is not self._indexed_tokens:
-            self._index = NgramIndex(memory.tokens)  # also if the session was changed meanwhile
+            # Also if the session was changed meanwhile.
+            self._index = NgramIndex(memory.tokens.last(INDEXED_TOKENS))
         if (found := self._index.draft(first, _MAX_ROWS)) is None:
             return None
         limit = _row_limit(memory, max_tokens) - 1  # counts cells: only where there is a draft
