@@ -53,7 +53,8 @@ class Sampling:
     presence_penalty: subtracted from the logits of tokens that occur in that window.
     frequency_penalty: subtracted once for each occurrence in that window.
     seed: the same seed gives the same tokens; None takes one from the system.
-    stop: `Session.stream` ends before the first of these strings.
+    stop: `Session.stream` ends before the one of these strings that is complete first; of several
+        with the same end, before the longest.
     logit_bias: pairs of a token id and a number that is added to its logit.
     constraint: masks the tokens that are not allowed next, such as a grammar. It follows the
         sampled tokens, so that it belongs to one generation of one session.

@@ -12,6 +12,9 @@ CONTEXT_TOKENS = 16  # preceding tokens to push first, as the first character ma
 class TextStream:
     """Text of pushed tokens; an end that may begin a stop string is held back.
 
+    The stop string that is complete first ends the text, wherever the borders of tokens are; of
+    several that are complete with the same character, the longest.
+
     context: the preceding tokens, which may end inside a character. matched_stop: what ended it.
     """
 
@@ -70,9 +73,9 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += piece
-        matches = [(index, stop) for stop in self._stop if (index := self._held.find(stop)) >= 0]
-        if matches:
-            end, self.matched_stop = min(matches)
+        starts = {stop: self._held.find(stop) for stop in self._stop}
+        if matches := [(i + len(stop), i, stop) for stop, i in starts.items() if i >= 0]:
+            _, end, self.matched_stop = min(matches)
             released, self._held = self._held[:end], ""
             return released
         overlap = max((overlap_length(self._held, stop[:-1]) for stop in self._stop), default=0)

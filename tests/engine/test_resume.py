@@ -268,6 +268,17 @@ def test_withheld_tokens_are_those_whose_text_was_not_returned(
         assert not returned.startswith(codec.decode(ids[: num_kept + 1]))
 
 
+@pytest.mark.parametrize("text", ["abcd", "xabcd e", "abbc"])
+def test_tokens_do_not_decide_which_stop_string_ends_a_text(text: str, smollm2: Model) -> None:
+    """The one that is complete first, and of those with one end the longest."""
+    codec = smollm2.text
+    characters = [token for character in text for token in codec.encode(character)]
+    for ids in (codec.encode(text), characters):
+        stream = TextStream(codec, ("abcd", "c", "bc"))
+        assert "".join(map(stream.push, ids)) == text[: text.index("bc")]
+        assert stream.matched_stop == "bc"
+
+
 @pytest.mark.parametrize("rest", [(*NEXT, 256), NEXT * 12])
 @pytest.mark.parametrize("name", [None, "a"])
 def test_a_refused_prompt_keeps_the_end_of_the_answer(
