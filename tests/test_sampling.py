@@ -137,6 +137,16 @@ def test_the_strongest_penalties_are_still_numbers(penalty: float, temperature: 
     assert int(ids[weights.argmax()]) == (0 if penalty < 1 else 1)
 
 
+def test_biases_of_one_token_are_added_up() -> None:
+    logits = torch.zeros(4)
+    for biases in (((1, 1.0), (2, 2.5), (1, 2.0)), ((1, 2.0), (2, 2.5), (1, 1.0))):
+        how = Sampling(logit_bias=biases)
+        assert how == Sampling(logit_bias=((1, 3.0), (2, 2.5)))
+        assert distribution(logits, [], how)[0].tolist() == [1]
+    with pytest.raises(InvalidArgument, match="logit_bias"):
+        Sampling(logit_bias=((1, 1.7e308), (1, 1.7e308)))
+
+
 def test_repetition_penalty_acts_on_recent_tokens_only() -> None:
     how = Sampling(repetition_penalty=2, repetition_window=2)
     # log 0.4 doubled is log 0.16: below 0.3 and above 0.15.

@@ -55,7 +55,8 @@ class Sampling:
     seed: the same seed gives the same tokens; None takes one from the system.
     stop: `Session.stream` ends before the one of these strings that is complete first; of several
         with the same end, before the longest.
-    logit_bias: pairs of a token id and a number that is added to its logit.
+    logit_bias: pairs of a token id and a number that is added to its logit; those of one token are
+        added up.
     constraint: masks the tokens that are not allowed next, such as a grammar. It follows the
         sampled tokens, so that it belongs to one generation of one session.
     """
@@ -130,13 +131,12 @@ def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
         pairs = [(token, bias) for token, bias in cast(Iterable[tuple[object, object]], value)]
     except (TypeError, ValueError):
         _require(False, "logit_bias", "pairs of a token id and a number", value)
-    return tuple(
-        (
-            validation.integer("a token of logit_bias", token, 0),
-            validation.finite_number("logit_bias", bias),
-        )
-        for token, bias in pairs
-    )
+    sums = dict[int, float]()
+    for token, bias in pairs:
+        token_id = validation.integer("a token of logit_bias", token, 0)
+        sums[token_id] = sums.get(token_id, 0.0) + validation.finite_number("logit_bias", bias)
+    # Checked again: a sum may overflow.
+    return tuple((token, validation.finite_number("logit_bias", s)) for token, s in sums.items())
 
 
 def _checked_stop_strings(value: object) -> tuple[str, ...]:
