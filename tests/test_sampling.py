@@ -137,6 +137,23 @@ def test_the_strongest_penalties_are_still_numbers(penalty: float, temperature: 
     assert int(ids[weights.argmax()]) == (0 if penalty < 1 else 1)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_strongest_penalties_together_are_still_numbers(sign: int) -> None:
+    """Even those that overflow float64 in opposite directions."""
+    logits, tokens = torch.tensor([2.0, 1.0, 0.0, -1.0]), [0, 2, 3, 3]
+    for repetition in (1e308, 5e-324):
+        for presence in (1.7e308, -1.7e308):
+            how = Sampling(
+                temperature=1,
+                repetition_penalty=repetition,
+                presence_penalty=presence,
+                frequency_penalty=sign * 1.7e308,
+            )
+            _, weights = distribution(logits, tokens, how)
+            assert weights.isfinite().all()
+            assert weights.sum() > 0
+
+
 def test_biases_of_one_token_are_added_up() -> None:
     logits = torch.zeros(4)
     for biases in (((1, 1.0), (2, 2.5), (1, 2.0)), ((1, 2.0), (2, 2.5), (1, 1.0))):

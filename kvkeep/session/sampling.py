@@ -275,7 +275,7 @@ def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) 
     ids = torch.tensor(repeated_ids, dtype=torch.int64, device="cpu")
     scores, penalty = logits[ids].double(), sampling.repetition_penalty
     if penalty != 1:
-        scores = torch.where(scores > 0, scores / penalty, scores * penalty)
+        scores = _clamped(torch.where(scores > 0, scores / penalty, scores * penalty))
     occurrences = [counts[token] for token in repeated_ids]
     repeats = torch.tensor(occurrences, dtype=torch.float64, device="cpu")
     scores = scores - sampling.presence_penalty - sampling.frequency_penalty * repeats
@@ -283,5 +283,9 @@ def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) 
 
 
 def _replace_logits(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    # Clamped to finite float32: infinity minus infinity would be NaN.
-    return logits.index_put((ids,), scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float())
+    return logits.index_put((ids,), _clamped(scores).float())
+
+
+def _clamped(scores: Tensor) -> Tensor:
+    # To finite float32: infinity minus infinity would be NaN.
+    return scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
