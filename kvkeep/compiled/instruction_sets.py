@@ -112,15 +112,15 @@ def unusable_reason(name: str, folder: Path) -> str:
     Executes no instruction of the set.
     """
     if load_library(folder, "_cpu") is None:
-        return _not_built_reason(folder, "cpu")
+        return _missing_reason(folder, "cpu")
     if not runs_here(name):
         return f"need a processor with {SETS[name]}"
-    return "" if library_path(folder, f"_{name}") else _not_built_reason(folder, name)
+    return "" if library_path(folder, f"_{name}") else _missing_reason(folder, name)
 
 
 def library_folder() -> Path:
-    """Return the folder of the kernels' libraries."""
-    return Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
+    """Return the absolute path of the folder of the kernels' libraries."""
+    return Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent).absolute()
 
 
 def library_path(folder: Path, name: str) -> Path | None:
@@ -170,8 +170,10 @@ def _requested_set(name: str, folder: Path) -> InstructionSet:
     return InstructionSet(name, rejected, requested=True)
 
 
-def _not_built_reason(folder: Path, name: str) -> str:
-    """Say that a library was not built, with the reason from `setup.py` if it recorded one."""
+def _missing_reason(folder: Path, name: str) -> str:
+    """Say why there is no library, with the reason from `setup.py` if it recorded one."""
+    if isinstance(error := _open_library(folder, f"_{name}"), str):
+        return f"cannot be loaded ({error})"
     try:
         build_record = json.loads((folder / "built.json").read_text(encoding="utf-8"))
         reason = build_record["failures"].get(name, "")

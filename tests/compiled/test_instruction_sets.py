@@ -227,6 +227,30 @@ def test_libraries_that_were_not_built_are_reported(
         kernel_library()
 
 
+@kernels_here
+@pytest.mark.usefixtures("no_switches")
+def test_a_folder_of_libraries_may_be_relative(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = selected_set()
+    for file in Path(instruction_sets.__file__).parent.glob("*.so"):
+        (tmp_path / file.name).symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVKEEP_KERNELS", ".")
+    assert selected_set() == expected
+    assert kernel_library() is not None
+
+
+@pytest.mark.usefixtures("no_switches")
+def test_a_library_that_cannot_be_loaded_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "_cpu.so").write_text("no library")
+    monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
+    assert kernel_library() is None
+    assert selected_set().torch_reason.startswith(f"cannot be loaded ({tmp_path}/_cpu.so: ")
+
+
 def rounded(bits: int) -> int:
     """Round a float's bits to bf16's as AVX512-BF16 does: subnormal numbers become zero."""
     sign, size = bits & 0x80000000, bits & 0x7FFFFFFF
