@@ -14,6 +14,7 @@ from lossy_basis import random_basis
 
 from kvkeep import Snapshot, load_model
 from kvkeep.session.conversation import turn_numbers
+from kvkeep.storage.files import atomic
 from kvkeep.storage.lossy.basis import add_basis, forget_cached
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
@@ -182,6 +183,35 @@ def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
     )
     assert "t has 33 tokens" in invoke("sessions", "import", small, "t").stdout
     assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
+
+
+@pytest.mark.parametrize("command", ["fork", "export", "import"])
+def test_a_copy_is_of_what_was_verified(
+    invoke, file: Path, tmp_path: Path, monkeypatch, command
+) -> None:
+    """Another writer replaces the file before each access of the command in turn."""
+    target = tmp_path / "t" if command == "export" else file.with_name("t.kvkeep")
+    given = {"fork": ["s", "t"], "export": ["s", target], "import": [file, "t"]}[command]
+    content, opened, opens, exit_codes = file.read_bytes(), io.open, [1], []
+    damaged = _damage(file)
+
+    def open_(path: object, *given: object, **options: object) -> object:
+        if str(path) == str(file):
+            opens[0] -= 1
+            if opens[0] == 0:
+                atomic.write_atomic(file, damaged)
+        return opened(path, *given, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(io, "open", open_)
+    for number in (1, 2, 3):
+        target.unlink(missing_ok=True)
+        atomic.write_atomic(file, content)
+        opens[0] = number
+        exit_codes.append(invoke("sessions", command, *given).exit_code)
+        if exit_codes[-1] == 0:
+            assert target.read_bytes() == content
+    assert exit_codes[0] == 2
+    assert exit_codes[-1] == 0
 
 
 def test_a_session_is_saved_by_a_rounding_codec_listed_and_generated_on(

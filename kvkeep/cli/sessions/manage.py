@@ -1,11 +1,10 @@
 """`kvkeep sessions fork`, `rm`, `export`, `import` and `gc`."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
@@ -20,7 +19,7 @@ from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import atomic_writer, sweep_temporary_files
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.paths import ReadablePath
-from kvkeep.storage.snapshots.header import check_output_path
+from kvkeep.storage.snapshots.header import check_output_path, read_file
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
@@ -52,13 +51,18 @@ def fork(
     file = sessions.existing_path(source)
     with sessions.lock(target) as target_file:
         _require_unused(target_file, target)
-        snapshot = Snapshot.load(file)
+
+        def read_or_copy(opened: BinaryIO) -> Snapshot:
+            snapshot = Snapshot.read(opened, file)
+            if at is None or at == len(snapshot.tokens):
+                _copy_session(opened, target_file, snapshot)
+            return snapshot
+
+        snapshot = read_file(file, read_or_copy)
         total = len(snapshot.tokens)
         if at is not None and at > total:
             raise InvalidArgument(f"--at must be 0 to {total}, the length of {source}; found {at}")
-        if at is None or at == total:
-            _copy_session(file, target_file, snapshot)
-        else:
+        if at is not None and at < total:
             notes, dtype = checked_notes(file, snapshot), dtype_name(snapshot.layout.dtype)
             load = partial(load_by_name, dtype=dtype, device="cpu", weights=None, progress=False)
             _, session = restore(file, source, snapshot, model, calibration, load)
@@ -94,11 +98,16 @@ def export(
     check_output_path(file, "snapshot")
     from kvkeep import Snapshot
 
-    snapshot, file = Snapshot.load(source), file.resolve()
-    if codec is None:
-        _copy(source, file)
-    else:
-        snapshot.save(file, codec)
+    file = file.resolve()
+
+    def write(opened: BinaryIO) -> None:
+        snapshot = Snapshot.read(opened, source)
+        if codec is None:
+            _copy(opened, file)
+        else:
+            snapshot.save(file, codec)
+
+    read_file(source, write)
     click.echo(f"{name} written to {file}, {_size_text(file)}")
 
 
@@ -120,14 +129,21 @@ def import_(
             _require_unused(target_file, name)
         from kvkeep import Snapshot
 
-        snapshot = Snapshot.load(file)
-        _copy_session(file, target_file, snapshot)
+        def copy(opened: BinaryIO) -> Snapshot:
+            snapshot = Snapshot.read(opened, file)
+            _copy_session(opened, target_file, snapshot)
+            return snapshot
+
+        snapshot = read_file(file, copy)
         tokens = plural(len(snapshot.tokens), "token")
         click.echo(f"{name} has {tokens}, {_size_text(target_file)}")
 
 
-def _copy_session(source: ReadablePath, target: "Path | SessionPath", snapshot: "Snapshot") -> None:
-    """Copy a session's file, without the name and revision that an engine noted in it."""
+def _copy_session(source: BinaryIO, target: "Path | SessionPath", snapshot: "Snapshot") -> None:
+    """Copy a session's file, without the name and revision that an engine noted in it.
+
+    source: the open file that the snapshot was read from.
+    """
     from kvkeep.engine.session_files import notes_of_same_text
 
     notes = notes_of_same_text(snapshot.notes)
@@ -138,14 +154,14 @@ def _copy_session(source: ReadablePath, target: "Path | SessionPath", snapshot: 
         _copy(source, target)
 
 
-def _copy(source: ReadablePath, target: "Path | SessionPath") -> None:
+def _copy(source: BinaryIO, target: "Path | SessionPath") -> None:
     """Copy a snapshot atomically. Raises StoreError."""
     if not isinstance(target, Path):
-        target.write_chunks(lambda: _read_chunks(source))
+        target.write_chunks(lambda: _chunks(source))
         return
     try:
-        with source.open("rb") as source_file, atomic_writer(target) as file:
-            shutil.copyfileobj(source_file, file, _CHUNK_BYTES)
+        with atomic_writer(target) as file:
+            file.writelines(_chunks(source))
     except OSError as error:
         raise StoreError(
             f"{target} could not be written ({error.strerror or error}); an earlier session of "
@@ -153,9 +169,10 @@ def _copy(source: ReadablePath, target: "Path | SessionPath") -> None:
         ) from error
 
 
-def _read_chunks(source: ReadablePath) -> Iterator[bytes]:
-    with source.open("rb") as source_file:
-        yield from iter(partial(source_file.read, _CHUNK_BYTES), b"")
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield all of an open file."""
+    file.seek(0)
+    yield from iter(partial(file.read, _CHUNK_BYTES), b"")
 
 
 def _require_unused(target_file: ReadablePath, name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ from kvkeep.storage.snapshots.checkpoints import (
     window_shapes,
 )
 from kvkeep.storage.snapshots.codec import Codec, checked_codec, decode, encode
-from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.container import read_open_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
 from kvkeep.storage.snapshots.header import (
     SNAPSHOT_FORMAT,
     SNAPSHOT_KIND,
     read_document,
+    read_file,
     rounded_by,
 )
 from kvkeep.storage.snapshots.memory_state import MemoryState
@@ -262,7 +263,12 @@ class Snapshot:
         truncated, corrupt.
         """
         path = as_path(path)
-        container = read_container(path, SNAPSHOT_KIND, SNAPSHOT_FORMAT)
+        return read_file(path, lambda file: cls.read(file, path))
+
+    @classmethod
+    def read(cls, file: BinaryIO, path: ReadablePath) -> "Snapshot":
+        """Read a snapshot from an open file as `load` does. path: of the file."""
+        container = read_open_container(file, path, SNAPSHOT_KIND, SNAPSHOT_FORMAT)
         with _translated_errors(path):
             check_document(container.document)
             if isinstance(path, StoredPath):
