@@ -256,7 +256,8 @@ def codec(
             times = measure_times(model, repeats, folder)
     click.echo(table(losses))
     for row in recalls:
-        click.echo(f"{row.haystack}, {row.codec}: {row.found} of {row.uncompressed} facts")
+        found = f"{row.found} of {row.facts} facts, {row.uncompressed} without saving"
+        click.echo(f"{row.haystack}, {row.codec}: {found}")
     for timed in times:
         seconds = f"{median(timed.save):.3f} s to save, {median(timed.load):.3f} s to load"
         click.echo(f"{timed.codec}: {timed.bytes / 1e6:.1f} MB, {seconds}")
