@@ -137,6 +137,16 @@ def test_all_can_be_taken_back_whatever_was_forgotten(policy: str) -> None:
     assert fork.next_token() == fork.tokens[-1]
 
 
+def test_taking_back_no_tokens_changes_nothing() -> None:
+    session = MODEL.session(64)
+    session.feed(LONG)  # of which the first are evicted
+    logits = session.logits
+    session.take_back(0)
+    assert session.tokens == LONG
+    assert torch.equal(session.logits, logits)
+    session.next_token()
+
+
 def test_rewind_within_the_ring_shortens_the_window_until_it_fills_again() -> None:
     session = MODEL.session(max_kv_size=16, keep=4)
     session.feed(TEXT)

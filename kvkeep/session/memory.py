@@ -359,7 +359,8 @@ class Memory:
         Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
         """
         total = len(self.tokens)
-        count = validation.integer("count", count, 0, total)
+        if not (count := validation.integer("count", count, 0, total)):
+            return
         is_held = self.holds_overwritten(count)
         checkpoint = None if is_held else self._checkpoint_at(total - count)
         if not self.holds_beginning(total - count):
