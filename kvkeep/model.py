@@ -112,7 +112,7 @@ class Model(LoadedModel):
                 logits by rounding only, unless cells are quantised: tokens of a step see each
                 other's cells unquantised, and those of earlier steps quantised. With `far_bits`
                 this matters only below `keep`.
-            store: the prefix cache for first prompts.
+            store: the prefix cache for first prompts. Sessions with quantised cells do not use it.
             bits: the number of bits in which cells are stored, `Bits(kv="8")`; or use the next two.
             kv_bits: 8, 4 or "8/4" (keys and values) for all cells.
             far_bits: the same for cells outside the window: kept, pinned, compressed and grouped.

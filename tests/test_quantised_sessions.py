@@ -229,17 +229,20 @@ def test_a_quantised_session_can_be_compressed(bits: str) -> None:
     session.next_token()
 
 
-def test_quantised_cells_never_enter_a_prefix_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{"policy": "full", "kv_bits": "8"}, {"far_bits": "8"}])
+def test_a_prefix_store_makes_no_difference(how: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts that are cut into the same steps give the same bits."""
     store = PrefixStore(tmp_path / "store")
-    for how in ({"policy": "full", "kv_bits": "8"}, {"far_bits": "8"}):
-        MODEL.session(640, store=store, **how).feed(TEXT[:600])  # type: ignore[arg-type]
-        assert store.nbytes == 0
+    alone, first, second = (MODEL.session(640, store=each, **how) for each in (None, store, store))
+    first.feed(TEXT[:600])
+    assert store.nbytes == 0
     MODEL.session(640, store=store).feed(TEXT[:600])
     held = store.nbytes
-    session = MODEL.session(640, policy="full", store=store, kv_bits="8")
-    assert session.feed(TEXT[:600]).reused == 512
-    assert session.cache.segments[0].block.slots.quantised
+    assert second.feed(TEXT[:600]).reused == 0
+    alone.feed(TEXT[:600])
     assert store.nbytes == held > 0
+    assert torch.equal(first.logits, alone.logits)
+    assert torch.equal(second.logits, alone.logits)
 
 
 def after(step: int, count: int = 300, **settings: Any) -> Tensor:

@@ -100,7 +100,7 @@ def generate(
             opened = resume(snapshot_file, settings.memory, output.progress)
         else:
             model = settings.memory.load(output.progress)
-            prefix_store = settings.prefixes.open_prefix_cache(model, codec)
+            prefix_store = settings.open_prefix_cache(model, codec)
             opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
         sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
         if codec is not None:

@@ -247,6 +247,12 @@ class SessionOptions:
         self.memory.check()
         self.prefixes.check()
 
+    def open_prefix_cache(self, model: "Model", codec: str | None = None) -> "PrefixCache | None":
+        """Open the prefix cache unless it is off or of no use; see `PrefixOptions`."""
+        if not uses_prefix_cache(self.memory, self.prefixes.prefix_cache):
+            return None
+        return self.prefixes.open_prefix_cache(model, codec)
+
 
 def check_prefix_limit(prefix_cache: bool, store: str | None) -> None:
     """Raise InvalidArgument if --prefix-cache-bytes is given and would limit nothing."""
@@ -266,7 +272,7 @@ def warn_prefix_cache_off(reason: str) -> None:
 
 
 def uses_prefix_cache(memory: MemoryOptions, prefix_cache: bool) -> bool:
-    """Whether an engine's sessions use the prefix cache. Warns if they cannot.
+    """Whether sessions use the prefix cache. Warns if they cannot.
 
     Cached prefixes were evaluated over unquantised cells. With quantised ones, answers would depend
     on cache hits.

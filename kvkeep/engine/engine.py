@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits
 from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.answer_files import AnswerLog
@@ -412,8 +411,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Create an empty session with the owner's prefix store. settings: replace the engine's."""
         settings = {**self.settings, **settings}
         session = self.model.session(**settings)
-        # A store's cells were evaluated over unquantised cells: quantised sessions don't use it.
-        if self._stores is None or session.bits != Bits():
+        if self._stores is None:
             return session
         store = StepAlignedCache(self._stores(owner), StepGrid.of(session))
         return self.model.session(store=store, **settings)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from kvkeep.cache import Bits
 from kvkeep.compression.methods.apply import Compression
 from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.signals import interrupts_deferred
@@ -92,11 +93,16 @@ class Feeding(Iterator[FeedStep]):
 
     @property
     def needs_lookup(self) -> bool:
-        """Whether `step` begins with a lookup of the prompt in the prefix cache."""
+        """Whether `step` begins with a lookup of the prompt in the prefix cache.
+
+        A session that quantises cells does not use the cache, which has unquantised cells that were
+        computed from unquantised ones: its results would depend on what is stored.
+        """
         core = self._core
         is_first = not (self.done or core.memory.tokens or self._was_looked_up or self._closed)
         has_cache = core.prefix_cache is not None and self._top_logprobs is None
-        return is_first and has_cache and self.total > BLOCK_TOKENS
+        is_exact = core.memory.bits == Bits()
+        return is_first and has_cache and is_exact and self.total > BLOCK_TOKENS
 
     def lookup(self) -> Callable[[], None]:
         """Return the lookup, whose result the next step loads; see `needs_lookup`.

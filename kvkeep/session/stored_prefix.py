@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Bits, Cells, KVCache, PositionMap
+from kvkeep.cache import Cells, KVCache, PositionMap
 from kvkeep.cache.checkpoint import Checkpoint, check_evaluated
 from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
@@ -102,7 +102,7 @@ class StoredPrefix:
         """
         num_tokens, exact = len(memory.tokens), memory.policy.exact_tokens
         num_pending = min(num_tokens, exact) - self.num_stored
-        if self.prefix_cache is None or num_pending < BLOCK_TOKENS or memory.bits != Bits():
+        if self.prefix_cache is None or num_pending < BLOCK_TOKENS:
             return
         can_wait = next_step_tokens > 0 and num_tokens + next_step_tokens <= exact
         is_due = not can_wait or num_pending >= self.num_stored

@@ -17,6 +17,12 @@ def test_cells_take_the_requested_bits(invoke, tiny, tmp_path: Path, bits: str, 
     assert report["kv_bytes"] == 12 * 2 * 2 * 2 * size  # cells, k and v, layers, heads
 
 
+def test_the_prefix_cache_is_not_used(invoke, tiny) -> None:
+    asked = ("generate", "-p", "one two three", "-n", 2, "--prefix-cache", *tiny)
+    assert "without the prefix cache" in invoke(*asked, "--far-bits", "4").stderr
+    assert "without the prefix cache" not in invoke(*asked).stderr
+
+
 def test_a_saved_session_keeps_its_bits(invoke, tiny, tmp_path: Path) -> None:
     file, report = tmp_path / "a.kvkeep", tmp_path / "report.json"
     asked = ("generate", "-p", "one two three", "-n", 3, "--ignore-eos", *tiny)

@@ -16,7 +16,6 @@ from kvkeep.cli.memory import (
     SessionOptions,
     keep_option,
     session_options,
-    uses_prefix_cache,
 )
 from kvkeep.cli.model_options import absolute_name
 from kvkeep.cli.output import format_size, plural
@@ -134,8 +133,7 @@ def _open_engine(
     from kvkeep.engine import Engine, Limits
     from kvkeep.session.drafts import SpeculationOptions
 
-    use_prefixes = uses_prefix_cache(settings.memory, settings.prefixes.prefix_cache)
-    store = settings.prefixes.open_prefix_cache(model) if use_prefixes else None
+    store = settings.open_prefix_cache(model)
     return Engine(
         model,
         settings=settings.memory.settings(model),

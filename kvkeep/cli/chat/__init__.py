@@ -220,10 +220,8 @@ def _open_conversation(
         model = memory.load(progress)
         memory.require_room_for_chat(model)
         keep = _tokens_to_keep(memory, model, system)
-        opened = OpenedSession(
-            model,
-            memory.new_session(model, keep, session_options.prefixes.open_prefix_cache(model)),
-        )
+        prefix_cache = session_options.open_prefix_cache(model)
+        opened = OpenedSession(model, memory.new_session(model, keep, prefix_cache))
     else:
         opened = resume(source, memory, progress)
         session_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
