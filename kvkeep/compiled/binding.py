@@ -220,7 +220,7 @@ class CChunk(_KernelStructure):
         ("new_keys new_values", c_void_p),
         ("new_key_head new_value_head", c_ssize_t),
         ("views", POINTER(CChunkView)),
-        ("out log_sums", c_void_p),
+        ("packed out log_sums", c_void_p),
     )
 
 
@@ -236,7 +236,7 @@ PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
 _INTERFACE_REVISION = 14  # `kRevision` in src/decode.h
-_STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
+STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
 def kernel_library() -> ctypes.CDLL | None:
@@ -320,7 +320,7 @@ def raise_for_status(status: int) -> None:
     """
     if status == _STATUS_NOT_FINITE:
         raise non_finite_error()
-    if status == _STATUS_NO_MEMORY:
+    if status == STATUS_NO_MEMORY:
         raise OutOfMemory(
             "not enough memory for this step; nothing was changed. Free some memory, or use a "
             "smaller prefill_step or max_kv_size"

@@ -1,6 +1,7 @@
 """Attention of a prompt's chunk by the compiled kernels, one call for each layer."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -12,6 +13,8 @@ from kvkeep.cache.view import View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
 from kvkeep.models.layers.executor import AnyStep
+
+_BLOCK_CELLS = 64  # `kBlockCells` in src/attention.h
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
@@ -51,6 +54,7 @@ class ChunkAttention:
             count = cells.counts.shape[0] if isinstance(cells, RaggedCells) else len(view.keys)
             require(count == layer_count, f"cells of {layer_count} layers", count)
         self._step, self._kernels = step, kernels
+        self._packed = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @cached_property
     def _angles(self) -> Tensor:
@@ -119,6 +123,7 @@ class ChunkAttention:
             new_key_head=keys.stride(0),
             new_value_head=values.stride(0),
             views=(c.CChunkView * len(views))(*views),
+            packed=self._packed_cells(packed_bytes(views, kv_heads, head_dim)),
             out=out.data_ptr(),
             log_sums=None
             if step.log_sums is None
@@ -127,6 +132,21 @@ class ChunkAttention:
         step.observe(layer, q)  # keeps the queries, if a compression needs them
         c.raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
         return out
+
+    def _packed_cells(self, size: int) -> int:
+        """Return the address of memory for packed cells, the same for all layers of the step."""
+        if self._packed.nbytes < size:
+            try:
+                self._packed = torch.empty(size, dtype=torch.uint8, device="cpu")
+            except RuntimeError:
+                c.raise_for_status(c.STATUS_NO_MEMORY)
+        return self._packed.data_ptr()
+
+
+def packed_bytes(views: Sequence[c.CChunkView], kv_heads: int, head_dim: int) -> int:
+    """Return the size of `CChunk.packed`: keys and values in blocks of 64 cells, in bfloat16."""
+    blocks = sum(-(-view.cells // _BLOCK_CELLS) for view in views)
+    return blocks * kv_heads * _BLOCK_CELLS * 2 * head_dim * torch.bfloat16.itemsize
 
 
 def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) -> c.CChunkView:

@@ -1,5 +1,6 @@
 """Operands of another shape, dtype or layout than the kernels read are refused unread."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -213,6 +214,36 @@ def test_similarity_of_vectors_of_other_widths_is_refused() -> None:
     for among in (x[..., :32], x[:, :1], x.float()):
         with pytest.raises(KernelMismatch):
             most_similar(x, among)
+
+
+class RecordedKernels:
+    """The kernels, with a list of the memory that each layer of a chunk packs its cells to."""
+
+    def __init__(self, kernels: ctypes.CDLL):
+        self._kernels, self.packed = kernels, list[int | None]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._kernels, name)
+
+    def kvkeep_attend_chunk(self, chunk: CChunk) -> object:
+        self.packed.append(chunk.packed)
+        return self._kernels.kvkeep_attend_chunk(chunk)
+
+
+def test_all_layers_pack_the_cells_of_a_chunk_to_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system maps and clears new memory page by page, which takes long."""
+    model = packed_model(SPEC, None)
+    used = model.decoder.executor
+    assert isinstance(used, CompiledExecutor)
+    recorded = RecordedKernels(used.kernels)
+    monkeypatch.setattr(used, "kernels", recorded)
+    model.session().feed(PROMPT)
+    assert len(recorded.packed) == SPEC.layers
+    assert len({*recorded.packed}) == 1
+    assert recorded.packed[0]
+    assert recorded.packed[0] % 64 == 0
 
 
 # Needs more memory than any machine has.

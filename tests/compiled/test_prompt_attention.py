@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.compiled import binding as c
+from kvkeep.compiled.chunk import packed_bytes
 from kvkeep.compiled.operands import stored_cells
 
 pytestmark = pytest.mark.skipif(c.kernel_library() is None, reason="no compiled kernels here")
@@ -86,6 +87,7 @@ def attend(given: Prompt, threads: int = 1) -> tuple[Tensor, Tensor]:
         0 if offsets is not None or cell_bias is None else cell_bias.stride(0),
         None if offsets is None else offsets.data_ptr(),
     )
+    packed = torch.empty(packed_bytes([view], kv_heads, head_dim), dtype=torch.uint8)
     out = torch.full((n, heads * head_dim), math.nan, dtype=torch.bfloat16)
     log_sums = torch.full((heads, n), math.nan)
     chunk = c.CChunk(
@@ -102,6 +104,7 @@ def attend(given: Prompt, threads: int = 1) -> tuple[Tensor, Tensor]:
         q=given.q.data_ptr(),
         angles=ctypes.cast(angles.data_ptr(), ctypes.POINTER(ctypes.c_float)),
         views=(c.CChunkView * 1)(view),
+        packed=packed.data_ptr(),
         out=out.data_ptr(),
         log_sums=log_sums.data_ptr(),
     )

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
@@ -42,7 +41,6 @@ class ChunkAttention {
       first_.push_back(blocks_);
       blocks_ += (chunk.views[p].cells + kBlockCells - 1) / kBlockCells;
     }
-    packed_ = std::make_unique<Buffer<PackedBlock<kDim>>>(std::size_t(blocks_) * chunk.kv_heads);
   }
 
   void run() {
@@ -90,7 +88,8 @@ class ChunkAttention {
   }
 
   PackedBlock<kDim>& packed(int block, int head) const {
-    return (*packed_)[std::size_t(block) * chunk_.kv_heads + head];
+    auto* blocks = static_cast<PackedBlock<kDim>*>(chunk_.packed);
+    return blocks[std::size_t(block) * chunk_.kv_heads + head];
   }
 
   void pack_block(int block, int head) {
@@ -175,7 +174,6 @@ class ChunkAttention {
   Buffer<float> outs_;
   std::vector<int> first_;  // first block of each view
   int blocks_ = 0;
-  std::unique_ptr<Buffer<PackedBlock<kDim>>> packed_;
 };
 
 }  // namespace

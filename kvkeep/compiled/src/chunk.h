@@ -24,7 +24,9 @@ struct ChunkView {
 // and v are null where another layer has already stored this layer's cells. angles: [rotations,
 // tokens, head_dim], cosines and sines; rotation 0 is that of the new cells. new_keys, new_values:
 // [kv_heads, tokens, head_dim], where the new cells go. out: [tokens, heads * head_dim]. log_sums:
-// [heads, tokens], the natural log of each query's sum of exponentials; or null.
+// [heads, tokens], the natural log of each query's sum of exponentials; or null. packed: scratch
+// memory, 64-byte aligned, for the cells of all views in bf16: those of each view and KV head in
+// blocks of 64. All layers may share it: the first use of new memory takes long.
 struct Chunk {
   std::int32_t tokens, heads, kv_heads, head_dim, rotations, view_count, threads;
   float softmax_scale, softcap;  // softcap: of attention scores; 0 for none
@@ -38,6 +40,7 @@ struct Chunk {
   Bf16* new_values;
   std::ptrdiff_t new_key_head, new_value_head;  // strides between heads
   const ChunkView* views;
+  void* packed;
   Bf16* out;
   float* log_sums;
 };

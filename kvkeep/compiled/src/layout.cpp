@@ -53,7 +53,7 @@
     F(cell_bias_head) F(ragged))                                                                  \
   X(Chunk, F(tokens) F(heads) F(kv_heads) F(head_dim) F(rotations) F(view_count) F(threads)       \
     F(softmax_scale) F(softcap) F(reserved) F(sinks) F(q) F(k) F(v) F(angles) F(new_keys)         \
-    F(new_values) F(new_key_head) F(new_value_head) F(views) F(out) F(log_sums))                  \
+    F(new_values) F(new_key_head) F(new_value_head) F(views) F(packed) F(out) F(log_sums))        \
   X(Similarity, F(heads) F(row_count) F(column_count) F(width) F(strictly_older) F(threads)       \
     F(rows) F(columns) F(max_products) F(argmax))
 // clang-format on
