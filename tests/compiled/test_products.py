@@ -259,6 +259,15 @@ def test_a_single_nonfinite_result_is_reported(row: int, wrong: float) -> None:
         bias[row] = 0
 
 
+def test_results_below_normal_floats_are_zeros_in_calls_alone() -> None:
+    """Instructions with such results take many times as long."""
+    weight, x = torch.full((16, 32), 1e-20), torch.zeros(1, 32).bfloat16()
+    x[0, 0] = 1e-20
+    one = MatrixCase(weight, weight, None)
+    assert not product(one.matrix(), x, threads=1).any()
+    assert (x * x).any()  # by torch, in this thread
+
+
 ALL_CALLS = """
 import torch
 from compiled.test_products import inputs, make_matrix, many_rows, product

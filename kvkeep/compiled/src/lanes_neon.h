@@ -27,6 +27,24 @@ KVKEEP_INLINE void prefetch_to_second_cache(const void* x) { __builtin_prefetch(
 // `yield` returns at once on most processors; `isb` takes about as long as x86's `pause`.
 KVKEEP_INLINE void spin_pause() { __asm__ volatile("isb" ::: "memory"); }
 
+// Makes results of this thread zero that are too small for normal floats, and such operands, too,
+// while it exists.
+class SubnormalsFlushed {
+ public:
+  SubnormalsFlushed() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before_));
+    set(before_ | 1 << 24);
+  }
+  ~SubnormalsFlushed() { set(before_); }
+  SubnormalsFlushed(const SubnormalsFlushed&) = delete;
+  SubnormalsFlushed& operator=(const SubnormalsFlushed&) = delete;
+
+ private:
+  static void set(std::uint64_t fpcr) { __asm__ volatile("msr fpcr, %0" ::"r"(fpcr) : "memory"); }
+
+  std::uint64_t before_;
+};
+
 // Apply a function to each of the four registers.
 template <typename To, typename With, typename... Of>
 KVKEEP_INLINE To map_registers(With with, Of... x) {

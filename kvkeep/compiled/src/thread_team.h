@@ -22,12 +22,14 @@ class ThreadTeam {
     bool complete = true;
 #pragma omp parallel num_threads(threads_)
     {
+      const SubnormalsFlushed scope;
       if (omp_get_num_threads() == threads_)
         work(omp_get_thread_num());
       else if (omp_get_thread_num() == 0)
         complete = false;
     }
     if (complete) return;
+    const SubnormalsFlushed scope;
     threads_ = 1;
     work(0);
   }
