@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from session_state import same, whole_state
 from test_edits import distances, held
 
-from kvkeep import Snapshot
+from kvkeep import Archive, Snapshot
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.session import Session
 from tests.examples import examples
@@ -158,6 +158,22 @@ def test_pins_after_an_edit_survive_it(recompute: str) -> None:
     assert set(range(19, 25)) < set(held(session))
     assert session.tokens[19:25] == TEXT[20:26]
     assert (session.logits - dense.logits()).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("filled", range(4))
+def test_a_run_of_pins_longer_than_an_archives_window_survives_an_edit(filled: int) -> None:
+    """However many tokens there are beyond the window when the first of them is evaluated."""
+    policy = Archive(96, keep=4, window=8, block=4, method="knorm")
+    session, first = MODEL.session(policy=policy, prefill_step=16), 60 + filled
+    tokens = [1 + i * 7 % 250 for i in range(first + 23)]
+    session.feed(tokens[:first])
+    for start in range(first, first + 20, 4):
+        session.feed(tokens[start : start + 4])
+        session.pin(start, start + 4)
+    session.feed(tokens[-3:])
+    session.delete(first + 3, first + 4, recompute="suffix")
+    assert session.tokens == [*tokens[: first + 3], *tokens[first + 4 :]]
+    assert session.token_status[first : first + 19] == ["pinned"] * 19
 
 
 @pytest.mark.parametrize("change", ["edit", "rewind"])

@@ -135,6 +135,9 @@ class Archive(Policy):
     def window_limit(self, cache: KVCache) -> int:
         return self.window + self.block - 1
 
+    def lasting_count(self, cache: KVCache) -> int:
+        return self.window  # a block is archived as soon as it leaves so many
+
     def check_contents(self, cache: KVCache) -> None:
         super().check_contents(cache)
         archived = archived_segments(cache)

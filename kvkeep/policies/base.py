@@ -177,6 +177,10 @@ class Policy(ABC):
         """Return the maximum number of cells that are not anchors, between two steps."""
         return self.max_kv_size
 
+    def lasting_count(self, cache: KVCache) -> int:
+        """Return how many of the newest cells are surely in the window after any step."""
+        return self.window_limit(cache) - self.discard_count(cache)
+
     def group_of(self, segment: Segment) -> int:
         """Return how many times share a position in the segment's map."""
         return 1

@@ -186,8 +186,7 @@ def _evaluate_and_pin(
 ) -> None:
     """Evaluate tokens and pin them, each time as many as a window surely holds of the newest."""
     while ids:
-        policy, cache = memory.policy, memory.cache
-        count = max(1, policy.window_limit(cache) - policy.discard_count(cache))
+        count = max(1, memory.policy.lasting_count(memory.cache))
         evaluate_all(memory, ids[:count], prefill_step, True, progress)
         ids = ids[count:]
 
