@@ -235,7 +235,7 @@ class CSimilarity(_KernelStructure):
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 STRUCTURES = tuple(_KernelStructure.__subclasses__())
-_INTERFACE_REVISION = 14  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 15  # `kRevision` in src/decode.h
 STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 

@@ -15,6 +15,7 @@ from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, r
 from kvkeep.models.layers.executor import AnyStep
 
 _BLOCK_CELLS = 64  # `kBlockCells` in src/attention.h
+_BFLOAT16_BYTES = 2
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
@@ -146,7 +147,7 @@ class ChunkAttention:
 def packed_bytes(views: Sequence[c.CChunkView], kv_heads: int, head_dim: int) -> int:
     """Return the size of `CChunk.packed`: keys and values in blocks of 64 cells, in bfloat16."""
     blocks = sum(-(-view.cells // _BLOCK_CELLS) for view in views)
-    return blocks * kv_heads * _BLOCK_CELLS * 2 * head_dim * torch.bfloat16.itemsize
+    return blocks * kv_heads * _BLOCK_CELLS * 2 * head_dim * _BFLOAT16_BYTES
 
 
 def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) -> c.CChunkView:

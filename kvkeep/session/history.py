@@ -52,13 +52,13 @@ class History(Sequence[int]):
         copied[start:end] = array(copied.typecode, numbers)
         return History(copied.typecode, copied)
 
-    def array(self) -> "array[int]":
-        """Return a copy as an array."""
-        return self._numbers[: self._length]
-
     def last(self, count: int) -> "array[int]":
         """Return a copy of the last `count` numbers, or of all, as an array."""
         return self._numbers[max(0, self._length - count) : self._length]
+
+    def array(self) -> "array[int]":
+        """Return a copy as an array."""
+        return self._numbers[: self._length]
 
     def tolist(self) -> list[int]:
         return self.array().tolist()
