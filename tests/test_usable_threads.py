@@ -1,4 +1,4 @@
-"""The number of threads follows the cgroup CPU quota of the process."""
+"""The number of threads follows the cgroup CPU quota of the process, and calls end with fewer."""
 
 import json
 import os
@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from timeouts import PATIENCE
 
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.runtime.cpu import cpu_quota, num_cores, usable_threads
 
 V2, V1 = "0::/user/of\n", "4:cpu,cpuacct:/docker/7f\n3:cpuset:/docker/7f\n0::/\n"
@@ -146,3 +148,45 @@ def test_openmp_starts_all_threads_that_a_computation_expects() -> None:
         check=True,
     )
     assert set(done.stdout.split()) <= {b"0,1"}
+
+
+ALL_CALLS = """
+import torch
+from compiled.test_products import inputs, make_matrix, many_rows, product
+from compiled.test_prompt_attention import attend, prompt
+from compiled.test_states import fed, mixer_and_projections
+from kvkeep.compression.methods.similarity import most_similar
+from packed_model import packed_model, spec_of, spec_with_states
+
+one, x, given = make_matrix("Q4_K", (264, 512)), inputs(40, 512), prompt(46, 6, 3, 64)
+mixer, projections = mixer_and_projections("mamba2", 70)
+sessions = [fed(packed_model(spec, 4)) for spec in (spec_of(), spec_with_states("delta_net"))]
+
+def results(threads):
+    states = {}
+    torch.set_num_threads(threads)
+    yield product(one.matrix(), x, threads)
+    yield many_rows(one.matrix(), x, threads)
+    yield one.linear().dense()
+    yield from attend(given, threads)
+    yield mixer(0, projections, {}, states)
+    yield from states.values()
+    yield from most_similar(given.keys[None], given.values[None])
+    for session in sessions:
+        fork = session.fork()
+        fork.next_token()
+        yield fork.logits
+
+for alone, expected in zip(results(2), results(1), strict=True):
+    assert torch.equal(alone, expected)
+"""
+
+
+@pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
+@pytest.mark.extended
+def test_calls_end_where_openmp_starts_fewer_threads() -> None:
+    """By every entry of a library: its threads may not wait for those that do not exist."""
+    tests = Path(__file__).parent
+    limit = {"OMP_THREAD_LIMIT": "1", "PYTHONPATH": f"{tests}:{tests.parent}"}
+    command = [sys.executable, "-c", ALL_CALLS]
+    subprocess.run(command, env={**os.environ, **limit}, check=True, timeout=PATIENCE)

@@ -15,7 +15,6 @@ from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, r
 from kvkeep.models.layers.executor import AnyStep
 
 _BLOCK_CELLS = 64  # `kBlockCells` in src/attention.h
-_BFLOAT16_BYTES = 2
 
 
 def layer_attention(step: AnyStep) -> LayerAttention:
@@ -124,7 +123,7 @@ class ChunkAttention:
             new_key_head=keys.stride(0),
             new_value_head=values.stride(0),
             views=(c.CChunkView * len(views))(*views),
-            packed=self._packed_cells(packed_bytes(views, kv_heads, head_dim)),
+            packed=self._packed_memory(packed_bytes(views, kv_heads, head_dim)).data_ptr(),
             out=out.data_ptr(),
             log_sums=None
             if step.log_sums is None
@@ -134,20 +133,20 @@ class ChunkAttention:
         c.raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
-    def _packed_cells(self, size: int) -> int:
-        """Return the address of memory for packed cells, the same for all layers of the step."""
+    def _packed_memory(self, size: int) -> Tensor:
+        """Return memory for packed cells, the same for all layers of the step: `[size or more]`."""
         if self._packed.nbytes < size:
             try:
                 self._packed = torch.empty(size, dtype=torch.uint8, device="cpu")
             except RuntimeError:
                 c.raise_for_status(c.STATUS_NO_MEMORY)
-        return self._packed.data_ptr()
+        return self._packed
 
 
 def packed_bytes(views: Sequence[c.CChunkView], kv_heads: int, head_dim: int) -> int:
     """Return the size of `CChunk.packed`: keys and values in blocks of 64 cells, in bfloat16."""
-    blocks = sum(-(-view.cells // _BLOCK_CELLS) for view in views)
-    return blocks * kv_heads * _BLOCK_CELLS * 2 * head_dim * _BFLOAT16_BYTES
+    blocks: int = sum(-(-view.cells // _BLOCK_CELLS) for view in views)
+    return blocks * kv_heads * _BLOCK_CELLS * 2 * head_dim * torch.bfloat16.itemsize
 
 
 def _describe_view(view: View, layer: int, cells_shape: tuple[int, int, int]) -> c.CChunkView:

@@ -1,15 +1,10 @@
-"""Products with few rows, and unpacked matrices; that calls end with any number of threads."""
+"""Products with few rows, and unpacked matrices."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from random_blocks import exact, random_blocks
-from timeouts import PATIENCE
 from torch import Tensor
 
 from kvkeep.compiled.binding import (
@@ -266,48 +261,6 @@ def test_results_below_normal_floats_are_zeros_in_calls_alone() -> None:
     one = MatrixCase(weight, weight, None)
     assert not product(one.matrix(), x, threads=1).any()
     assert (x * x).any()  # by torch, in this thread
-
-
-ALL_CALLS = """
-import torch
-from compiled.test_products import inputs, make_matrix, many_rows, product
-from compiled.test_prompt_attention import attend, prompt
-from compiled.test_states import fed, mixer_and_projections
-from kvkeep.compression.methods.similarity import most_similar
-from packed_model import packed_model, spec_of, spec_with_states
-
-one, x, given = make_matrix("Q4_K", (264, 512)), inputs(40, 512), prompt(46, 6, 3, 64)
-mixer, projections = mixer_and_projections("mamba2", 70)
-sessions = [fed(packed_model(spec, 4)) for spec in (spec_of(), spec_with_states("delta_net"))]
-
-def results(threads):
-    states = {}
-    torch.set_num_threads(threads)
-    yield product(one.matrix(), x, threads)
-    yield many_rows(one.matrix(), x, threads)
-    yield one.linear().dense()
-    yield from attend(given, threads)
-    yield mixer(0, projections, {}, states)
-    yield from states.values()
-    yield from most_similar(given.keys[None], given.values[None])
-    for session in sessions:
-        fork = session.fork()
-        fork.next_token()
-        yield fork.logits
-
-for alone, expected in zip(results(2), results(1), strict=True):
-    assert torch.equal(alone, expected)
-"""
-
-
-@pytest.mark.extended
-def test_calls_end_where_openmp_starts_fewer_threads(instruction_set: str) -> None:
-    """By every entry of a library: its threads may not wait for those that do not exist."""
-    tests = str(Path(__file__).parents[1])
-    paths = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    limit = {"OMP_THREAD_LIMIT": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", ALL_CALLS]
-    subprocess.run(command, env={**os.environ, **limit}, check=True, timeout=PATIENCE)
 
 
 def test_the_kernels_of_each_set_have_our_structures() -> None:
