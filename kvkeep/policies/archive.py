@@ -10,7 +10,7 @@ from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import best_method, make_method
 from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_and_join
-from kvkeep.compression.methods.base import Candidates, Eviction, Method
+from kvkeep.compression.methods.base import Candidates, CellwiseEviction, Eviction, Method
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive_cells import (
@@ -19,6 +19,7 @@ from kvkeep.policies.archive_cells import (
     archived_segments,
     cells_at_seen_positions,
     halve_distances,
+    lower_scores,
     replace_archive,
 )
 from kvkeep.policies.base import (
@@ -177,12 +178,24 @@ class Archive(Policy):
         parts = [cells_at_seen_positions(cache, cache.read_window(self.block))]
         limit = self.archive_limit(cache)
         if sum(segment.length for segment in archived) + count > limit:
-            parts = [*archived_cells(cache, archived), *parts]
-            archived, count = [], limit - limit // FREED_DIVISOR
+            count = limit - limit // FREED_DIVISOR
+            parts, archived = [*self._aged_cells(cache, archived, count), *parts], []
         compressions = self._compress(cache, archived, parts, count, limit)
         Window(moves=True).evict(cache.segments, self.block)
         cache.drop_empty_segments()
         return compressions
+
+    def _aged_cells(self, cache: KVCache, archived: list[Segment], count: int) -> list[Cells]:
+        """Return archived cells, with scores that fell since all were last compressed to `count`.
+
+        Their positions do not say how old they are, since distances are halved again and again.
+        """
+        method, cells = self.compression_method, archived_cells(cache, archived)
+        if not isinstance(method, CellwiseEviction):
+            return cells
+        appended = max(0, sum(map(len, cells)) - count)
+        elapsed = self.block + appended * self.ratio  # tokens
+        return [lower_scores(part, method.decay_per_token * elapsed) for part in cells]
 
     @property
     def pin_limit(self) -> int:

@@ -1,6 +1,7 @@
 """The cells of an archive, in compressed segments that are anchors, and their distances."""
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -62,6 +63,13 @@ def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
     others = [segment for segment in cache.segments if not segment.compressed]
     index = next((i for i, segment in enumerate(others) if not segment.is_anchor), len(others))
     cache.segments = [*others[:index], *archived, *others[index:]]
+
+
+def lower_scores(cells: Cells, by: float) -> Cells:
+    """Return cells with lower stored scores; the same cells if they store none."""
+    if isinstance(cells, RaggedCells) and cells.scores is not None:
+        return replace(cells, scores=cells.scores - by)
+    return cells
 
 
 def halve_distances(cache: KVCache, limit: int, recent: int = 0) -> None:

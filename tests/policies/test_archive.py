@@ -1,10 +1,18 @@
 """Policy `archive`: the bound, distances and order after random calls."""
 
+from dataclasses import replace
+
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.archives import TEXT, Setting, archives, distances
+from policies.archives import TEXT, Setting, archives, calibration, distances
 
+from kvkeep.cache import RaggedCells
+from kvkeep.compression.methods import make_method
+from kvkeep.compression.methods.base import Candidates
+from kvkeep.compression.methods.kvzip import KVzap
 from kvkeep.errors import KvkeepError
+from kvkeep.policies.archive_cells import archived_segments
 from kvkeep.session.session import Session
 from tests.examples import examples
 
@@ -67,3 +75,22 @@ def test_the_budget_and_the_span_bind_after_every_call(
             assert session.cache.cells <= setting.max_kv_size
             assert int(distances(session.cache).max()) < setting.span
             assert int(distances(session.cache).min()) >= 0
+
+
+def test_scores_of_archived_cells_fall_with_each_token() -> None:
+    """Or an archive of long texts fills up with the highest scores of all that it ever got."""
+    setting = Setting(method="kvzap", ratio=1.0)
+    session = setting.fed(400)
+    method, block = make_method("kvzap"), setting.block
+    assert isinstance(method, KVzap)
+    (archived,) = archived_segments(session.cache)
+    cells = archived.read(0, archived.length)
+    assert isinstance(cells, RaggedCells)
+    assert cells.scores is not None
+    statistics, rope = calibration().statistics, session.cache.rope
+    candidates = Candidates(replace(cells, scores=None), rope, 1.0, statistics=statistics)
+    lost = method.cell_score(candidates) - cells.scores
+    blocks = lost / (method.decay_per_token * block)  # that came later
+    torch.testing.assert_close(blocks, blocks.round(), atol=0.1, rtol=0)
+    assert blocks.min().round() == 0
+    assert blocks.max().round() >= 3

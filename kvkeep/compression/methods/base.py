@@ -199,7 +199,10 @@ class CellwiseEviction(Eviction):
     """An eviction whose score of a cell depends on that cell and its age alone.
 
     So ragged cells can be scored as one row, and an archive computes each cell's score only once.
+    Stored scores fall by `decay_per_token` with each token that the archive gets.
     """
+
+    decay_per_token: ClassVar[float] = 0.0
 
     @abstractmethod
     def cell_score(self, candidates: Candidates) -> Tensor:

@@ -75,6 +75,9 @@ class KVzap(CellwiseEviction):
     name: ClassVar[str] = "kvzap"
     budget: ClassVar[Budget] = "heads"
     uses_surrogate: ClassVar[bool] = True
+    # A nat for 4,000 tokens. Without it, an archive of a million tokens holds the highest scores
+    # of all of them, and predicts text worse than a window of as many cells.
+    decay_per_token: ClassVar[float] = 1 / 4000
 
     def score(self, candidates: Candidates) -> Tensor:
         score = super().score(candidates)
