@@ -24,7 +24,7 @@ _RETRY_SECONDS = 0.02  # between attempts to read
 
 
 class Checker:
-    """Reads the sessions of a user, and records violations of what the user knows.
+    """Reads the sessions of a user, and records what contradicts its record of them.
 
     user: the name in violations. clients: one for each server. sessions: those that are not lost.
     """

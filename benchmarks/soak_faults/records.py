@@ -60,7 +60,7 @@ class SessionPoint:
 
 @dataclass
 class UserSession:
-    """A session as its user knows it.
+    """The record of a session: what its user sent and received.
 
     points: from the first. generation: of the server when the newest point was seen. saved: index
     of the newest point that is on disk for certain; -1 for none. saved_revision: on disk for

@@ -1,4 +1,4 @@
-"""Whether what a server shows of a session can follow from what its user knows.
+"""Whether what a server shows of a session can follow from its record.
 
 After a kill a session may be at any state since the last acknowledged save, never before it. After
 any other fault it must be at its newest state. A change whose response was lost is made or not.
@@ -20,7 +20,7 @@ def judge(
     answered: Change | None = None,
     revision: int | None = None,
 ) -> Verdict:
-    """Return how a session came to what was found, and bring what its user knows to that.
+    """Return how a session came to what was found, and update its record.
 
     answered: a change that the server has acknowledged, with the revision after it, as of now.
     Without one, the session may be at its newest point, or changed by an unanswered change.

@@ -158,13 +158,15 @@ class EngineThread:
 
     def _run_calls(self, wait: bool) -> None:
         """Run the calls that wait now. wait: if there is none, wait for the first one."""
-        num_waiting = len(self._deferred) + self._calls.qsize()
-        for _ in range(num_waiting or 1):
+        num_left = len(self._deferred) + self._calls.qsize()
+        wait = wait and not num_left and not self._is_ending
+        while num_left or wait:
             try:
-                call = self._next_call(wait and not self._is_ending)
-            except Empty:
+                call = self._next_call(wait)
+            except Empty:  # a long call has run those that were waiting
                 return
-            wait = False  # a long call may have run those that were waiting
+            num_left = self._calls.qsize() if wait else num_left - 1
+            wait = False
             call.run()
             del call  # it holds objects of the caller
 

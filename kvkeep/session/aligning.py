@@ -139,7 +139,6 @@ def _aligned_exactly(
     if total - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
         memory.clear()
         kept = total = 0
-    memory.checkpoints = memory.checkpoints.branched(kept)
     memory.require_room(len(target) - total)
     ids, pins = target[kept:], retained.pinned[kept:]
     return evaluate_suffix(memory, kept, ids, pins, retained.keep, core.prefill_step, progress)

@@ -198,7 +198,8 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        fsync_folder(folder.parent)
+        with suppress(PermissionError):  # a folder that may be written to but not read
+            fsync_folder(folder.parent)
 
 
 def fsync_folder(folder: Path) -> None:
