@@ -165,7 +165,7 @@ def test_an_error_of_any_type_removes_a_message_that_is_read_in_part(
     chat = smollm2.chat(SYSTEM, policy="full", max_kv_size=800, prefill_step=16)
     chat.say("Name a sea.", 5, GREEDY)
     before, spans = list(chat.session.tokens), dict(chat.session.span_ranges)
-    evaluate, steps = feeding.evaluate_step, list[int]()
+    evaluate, steps = feeding.evaluate_prompt_step, list[int]()
 
     def fail_second(*arguments: Any) -> Any:
         steps.append(len(chat.session.tokens))
@@ -173,7 +173,7 @@ def test_an_error_of_any_type_removes_a_message_that_is_read_in_part(
             raise error
         return evaluate(*arguments)
 
-    monkeypatch.setattr(feeding, "evaluate_step", fail_second)
+    monkeypatch.setattr(feeding, "evaluate_prompt_step", fail_second)
     with pytest.raises(error):
         chat.say(LONG_QUESTION, 5, GREEDY)
     assert steps[1] > len(before)

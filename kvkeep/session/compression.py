@@ -296,7 +296,7 @@ def _candidates(
         scored = _without_compressed(memory) if plan.keeps_scores else memory
         newest_runs = takewhile(lambda run: run[1], reversed(runs))  # unchanged, so not scored
         num_scored = scored.cache.cells - sum(count for _, _, _, count in newest_runs)
-        if num_scored:  # else all cells to compress have their scores
+        if num_scored or not memory.cache.cells:  # else all cells to compress have their scores
             scores = reconstruction_scores(
                 scored, plan.codec, plan.progress, num_scored, method.reconstruction_kind, sample
             )
