@@ -190,6 +190,7 @@ def test_a_page_that_is_shown_again_keeps_what_is_still_true(
     page.goto("/#/sessions/paused")
     page.get_by_label("or span").select_option("turn 2 question")
     set_hidden(page, True)
+    page.wait_for_timeout(300)  # until the answers to its requests are there
     with server.client() as client:
         client.delete("/v1/sessions/paused").raise_for_status()
     create(server, "paused", turns=2)

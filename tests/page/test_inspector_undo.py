@@ -152,4 +152,5 @@ def test_a_text_that_is_refused_is_asked_for_again_as_it_was_written(
     page.locator("dialog [name=text]").fill(" Two")
     page.locator("dialog button.main").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(undo_button(page)).to_be_visible()  # the change is made
     assert "Two" in text_of(server, name)
