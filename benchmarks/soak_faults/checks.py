@@ -1,4 +1,4 @@
-"""Reading of sessions, and comparison with what their users know of them."""
+"""Reading of sessions, and comparison with their records."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What a change must have made of a session: the exact tokens, the status of each, and the cells.
+"""The contents of a session that a change explains: exact tokens, the status of each, and cells.
 
 No user's session is so long that tokens are evicted. All contents are known before a change but two
 kinds: an answer, unless a response has it, and where an alignment leaves pins.

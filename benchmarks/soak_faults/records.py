@@ -1,4 +1,4 @@
-"""The states of users' sessions as the users know them, and the results of all users."""
+"""Records of the sessions of simulated users, and the results of all users."""
 
 import threading
 from dataclasses import dataclass, field

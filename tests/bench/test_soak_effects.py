@@ -1,4 +1,4 @@
-"""What sessions may hold after a change of a simulated user: no server state that is wrong."""
+"""Contents of a session after a change: right ones are accepted, and wrong ones refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What simulated users accept as the state of a session, and what they report as a violation."""
+"""Verdicts on sessions after faults: which states are accepted, and which are violations."""
 
 from dataclasses import replace
 

@@ -172,7 +172,7 @@ def test_a_step_that_fails_ends_no_engine_thread() -> None:
 
 
 def test_calls_that_never_cease_delay_no_step() -> None:
-    """As requests that are refused for lack of memory, and sent again at once."""
+    """Such calls are requests that are refused for lack of memory, and sent again at once."""
     steps, steps_seen, done = list[int](), list[int](), threading.Event()
 
     def call() -> None:
