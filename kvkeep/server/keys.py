@@ -1,10 +1,11 @@
 """API keys, the owners that they identify, and how their prompts are aligned."""
 
+import fcntl
 import hashlib
 import hmac
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.server.key_file import hash_key, read_key_file
 from kvkeep.session.alignment import AlignmentOptions
-from kvkeep.storage.files.atomic import make_folder
+from kvkeep.storage.files.atomic import fsync_folder, make_folder
 
 DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
 # The settings that may follow a key in its line, such as "KEY alignment=in_place reread=64".
@@ -110,15 +111,29 @@ def _read_settings(words: Iterable[str], file: Path) -> dict[str, Any]:
 
 
 def _read_or_create_secret(folder: Path) -> bytes:
+    """Return the folder's secret. An empty file is one whose writer was killed."""
     file = folder / "secret"
     try:
         make_folder(folder)
-        with suppress(FileExistsError):
-            file.touch(0o600, exist_ok=False)
-            file.write_bytes(secrets.token_bytes(32))
-        secret = file.read_bytes()
+        secret = file.read_bytes() if file.exists() else b""
+        secret = secret or _create_secret(file)
     except OSError as error:
         raise StoreError(f"{file} cannot be used: {error.strerror or error}") from error
     if len(secret) != 32:
         raise StoreError(f"{file} is not a secret written by kvkeep: remove it")
+    return secret
+
+
+def _create_secret(file: Path) -> bytes:
+    """Write a new secret, or return that of a server which wrote one meanwhile."""
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+b") as stream:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        secret = stream.read()
+        if not secret:
+            secret = secrets.token_bytes(32)
+            stream.write(secret)
+            stream.flush()
+            os.fsync(descriptor)
+            fsync_folder(file.parent)
     return secret

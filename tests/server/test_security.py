@@ -2,8 +2,10 @@
 
 import pickle
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,30 @@ def test_owners_are_stable_and_do_not_reveal_keys(tmp_path: Path) -> None:
     assert before.owner(ONE) == after.owner(ONE) != before.owner(TWO)
     assert ApiKeys.read(file, tmp_path / "other").owner(ONE) != before.owner(ONE)
     assert ((tmp_path / "secret" / "secret").stat().st_mode & 0o777) == 0o600
+
+
+def test_servers_that_start_together_have_one_secret(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(ONE)
+    start = threading.Barrier(8)
+
+    def owner(folder: Path) -> str | None:
+        start.wait()
+        return ApiKeys.read(file, folder).owner(ONE)
+
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            folders = [tmp_path / f"secret {number}"] * 8
+            assert len(set(pool.map(owner, folders))) == 1
+
+
+def test_a_server_that_was_killed_while_it_wrote_its_secret_starts_again(tmp_path: Path) -> None:
+    file, secret = tmp_path / "keys", tmp_path / "secret"
+    file.write_text(ONE)
+    secret.touch(0o600)
+    owner = ApiKeys.read(file, tmp_path).owner(ONE)
+    assert ApiKeys.read(file, tmp_path).owner(ONE) == owner
+    assert len(secret.read_bytes()) == 32
 
 
 def test_owners_and_settings_are_the_same_for_a_key_and_its_hash(tmp_path: Path) -> None:
