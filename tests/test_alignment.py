@@ -18,6 +18,8 @@ from kvkeep.session.alignment import (
     AlignmentOptions,
     AlignmentPlan,
     AlignmentReport,
+    TokenEdit,
+    changed_ranges,
     plan_alignment,
 )
 from kvkeep.session.session import Session
@@ -74,6 +76,19 @@ def test_equal_runs_are_equal_in_order_and_maximal(pair):
         old_end, new_end = run.old + run.length, run.new + run.length
         assert old[run.old : old_end] == new[run.new : new_end]
         assert old[old_end : old_end + 1] != new[new_end : new_end + 1] or old_end == len(old)
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+def test_what_is_appended_follows_the_text_though_that_ends_alike(cut: int) -> None:
+    """So the tokens before it stay where they are, and nothing comes between pinned ones."""
+    message = some_tokens(40, 1)
+    old = [*some_tokens(100), *message]
+    new = [*old[:50], *old[50 + cut :], *message, *message]
+    plan = plan_alignment(old, new, in_place(16, 1))
+    assert (plan.seams, plan.tail) == (int(cut > 0), TokenEdit(140, 140, (*message, *message)))
+    is_cut = cut > 0
+    assert changed_ranges(old, new) == ((50, 50 + cut, 0),) * is_cut + ((140 - cut,) * 2 + (80,),)
+    assert changed_ranges(new, old) == ((50, 50, cut),) * is_cut + ((140, 220, 0),)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 50_000])

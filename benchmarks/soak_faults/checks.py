@@ -38,7 +38,7 @@ class Checker:
     def violation(self, text: str) -> None:
         with self._record.lock:
             total = self._record.total
-            self._record.violations.append(f"{self._user}, after {total:,}: {text:.2000}")
+            self._record.violations.append(f"{self._user}, after {total:,}: {text:.20000}")
 
     def compare_after(
         self, held: UserSession, change: Change, response: Mapping[str, Any] | None

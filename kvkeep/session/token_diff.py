@@ -70,7 +70,30 @@ def equal_runs(old: ArrayLike, new: ArrayLike, min_length: int) -> list[EqualRun
             gaps += _gaps_between(gap, found)
         elif gap.level + 1 < len(_PIECE_LENGTHS):
             gaps.append(_Gap(gap.old, gap.new, gap.level + 1))
-    return sorted((run for run in runs if run.length), key=lambda run: run.old)
+    in_order = sorted((run for run in runs if run.length), key=lambda run: run.old)
+    return _with_late_differences(in_order, old_ids, new_ids)
+
+
+def _with_late_differences(runs: Sequence[EqualRun], old: Ids, new: Ids) -> list[EqualRun]:
+    """Move a difference behind the run after it, if the run before goes on as far in either text.
+
+    In repeated text a difference has several places. At the last one, fewer cells change places:
+    what was appended to a text follows it, also if the text ends with the same tokens.
+    """
+    result = list[EqualRun]()
+    for run, following in zip(runs, [*runs[1:], EqualRun(len(old), len(new), 0)], strict=False):
+        old_end, new_end = run.old + run.length, run.new + run.length
+        if result:
+            last = result[-1]
+            old_start, new_start = last.old + last.length, last.new + last.length
+            length = common_length(old[old_start:old_end], new[new_start:new_end])
+            if length == min(old_end - old_start, new_end - new_start):
+                old_end, new_end = old_start + length, new_start + length
+                length += common_length(old[old_end : following.old], new[new_end : following.new])
+                result[-1] = EqualRun(last.old, last.new, last.length + length)
+                continue
+        result.append(run)
+    return result
 
 
 def _runs_in_gap(old: Ids, new: Ids, gap: _Gap) -> list[EqualRun]:
