@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
-from third_tier import BEFORE_RELEASES, IN_CI, SAMPLES
+from third_tier import BEFORE_RELEASES, IN_CI
 from tiers import EXTENDED, FIRST, beyond_samples, has_tests_of, is_extended, is_slow
 
 from kvkeep.loader import load_model
@@ -68,7 +68,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the second and third tier (`tests/tiers.py`)."""
     folder = Path(__file__).parent
-    listed = (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI, *SAMPLES)
+    listed = (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI)
     files = [name.partition("::")[0] for name in listed]
     assert [name for name in files if not (folder / name).exists()] == []
     tests = {item: f"{item.path.relative_to(folder).as_posix()}::{item.name}" for item in items}
