@@ -72,7 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = [name.partition("::")[0] for name in listed]
     assert [name for name in files if not (folder / name).exists()] == []
     tests = {item: f"{item.path.relative_to(folder).as_posix()}::{item.name}" for item in items}
-    beyond = beyond_samples(tests.values())
+    beyond = beyond_samples(
+        test for item, test in tests.items() if item.get_closest_marker("slow") is None
+    )
     for item, test in tests.items():
         if is_extended(test):
             item.add_marker(pytest.mark.extended)
