@@ -102,7 +102,7 @@ def calibrate(
         "-o",
         metavar="FILE.kvcal",
         show_default="where every command finds it",
-        help="Output file. A calibration that it has is replaced.",
+        help="Output file. An existing calibration in it is replaced.",
     ),
     basis_only: bool = option(
         "--basis-only",

@@ -28,7 +28,8 @@ def new(
 ) -> None:
     """Make a random key, add its hash to FILE, and print the key.
 
-    The key itself is not stored: give it to its user. A running server takes it after a restart.
+    The key itself is not stored: give it to its user. A running server accepts it only after a
+    restart.
     """
     click.echo(key_file.add_key(file, note))
     say(f"{file} has the hash of this key; the key is not stored")

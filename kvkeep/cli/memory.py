@@ -101,7 +101,8 @@ class MemoryOptions:
         "--checkpoints",
         type=options.parse_size_or_zero,
         default="256MB",
-        help="Per session, copies of local windows and states, to go back to earlier tokens.",
+        help="Maximum memory per session for checkpoints: copies of local windows and recurrent "
+        "states, from which earlier tokens are restored. 0: none.",
     )
     prefill_step: int = model_options.PREFILL_STEP_OPTION
     dtype: DtypeName = model_options.DTYPE_OPTION
@@ -118,7 +119,10 @@ class MemoryOptions:
         # A session restored from a file keeps its policy unless --policy is given.
         settings = self._policy_settings if options.is_given("policy") else {}
         if self.calibration is not None and options.is_given("policy") and self.policy != "archive":
-            raise InvalidArgument(f'policy "{self.policy}" does not use a calibration')
+            raise InvalidArgument(
+                f'policy "{self.policy}" does not use a calibration: leave out --calibration, or '
+                "use --policy archive"
+            )
         # Without either option, the budget or the default of `keep` depends on the model.
         if self.max_kv_size is not None and (self.keep is not None or not self._passes_keep):
             from kvkeep.policies import make_policy

@@ -188,10 +188,10 @@ def export(name: str, folder: Path, dtype: str = DTYPE_OPTION, quiet: bool = _QU
 def rm(names: tuple[str, ...], yes: bool = option("-y", is_flag=True, help="Do not ask.")) -> None:
     """Remove models, and weights that were converted from them.
 
-    NAME is a name of `kvkeep models list`, or a folder; of your own folder, the packed weights that
-    --weights made are removed. Of an added model, only the name is removed. Your own folders and
-    GGUF files, files in the hub's cache, and sessions are kept; a session can be resumed once its
-    model is back. In a terminal, asks for confirmation.
+    NAME is a name from `kvkeep models list`, or a folder. For a folder of your own, only the packed
+    weights that --weights created are removed; for an added model, only its name. Your own folders
+    and GGUF files, files in the hub's cache, and sessions are kept; a session can be resumed once
+    its model is back. In a terminal, asks for confirmation.
     """
     added_names = named_models()
     # All names are looked up first: an unknown one raises before any model is removed.

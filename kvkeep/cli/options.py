@@ -184,8 +184,8 @@ SPECULATE_OPTION = option(
     "--speculate/--no-speculate",
     default=True,
     show_default=True,
-    help="Try tokens that followed the newest ones earlier in the text: the same text, sooner "
-    "where it repeats itself.",
+    help="Speculative decoding by prompt lookup: draft tokens from earlier in the text. The text "
+    "is the same to the bit; repetitive text is generated faster.",
 )
 SPECIAL_OPTION = option(is_flag=True, help="Parse special tokens, such as <|im_end|>, in the text.")
 

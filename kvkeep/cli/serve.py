@@ -107,8 +107,8 @@ class ServingOptions:
     )
     context_policy: ContextPolicy = choice_option(
         get_args(ContextPolicy),
-        "For prompts longer than the context: refuse them, upon which agents compact, or evict "
-        "their oldest tokens.",
+        "For prompts longer than the context: refuse (status 400, on which agents compact), or "
+        "slide (evict the oldest tokens).",
         default="refuse",
     )
     prompt_rules: str = option(
@@ -120,28 +120,29 @@ class ServingOptions:
     )
     alignment: AlignmentMode = choice_option(
         get_args(AlignmentMode),
-        "For prompts that differ from earlier ones: reuse the common beginning, or also what "
-        "follows, edited in place, which is not exact. Requests may choose.",
+        "Reuse of earlier prompts: exact (the common prefix only), or in_place (also equal text "
+        "after a difference; not exact). A request can override it.",
         default="exact",
     )
     min_saved: int = option(
         metavar="N",
         type=click.IntRange(0),
         default=256,
-        help="Prompt tokens that alignment in place must save.",
+        help="Minimum prompt tokens that alignment in place must save over exact reuse; otherwise "
+        "reuse is exact.",
     )
     reread: int = option(
         metavar="N",
         type=click.IntRange(0),
         default=16,
-        help="Tokens that are evaluated again after each edit in place.",
+        help="Maximum tokens to evaluate again after each edit in place.",
     )
     reread_share: float = option(
         metavar="SHARE",
         type=click.FloatRange(0, 1),
         default=0.05,
-        help="With this share of a prompt evaluated, no more is evaluated again after edits in "
-        "place, beyond --reread tokens in all. 1 for no limit.",
+        help="Limit on re-evaluation in place: stop once this share of the prompt's tokens is "
+        "evaluated, new ones included. --reread tokens in total are always allowed. 1: no limit.",
     )
     speculate: bool = SPECULATE_OPTION
     grace: float = option(

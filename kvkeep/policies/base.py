@@ -149,7 +149,10 @@ class Policy(ABC):
 
         Raises InvalidArgument if the policy does not use one.
         """
-        raise InvalidArgument(f'policy "{self.name}" does not use a calibration')
+        raise InvalidArgument(
+            f'policy "{self.name}" does not use a calibration: leave calibration out, or use '
+            'policy="archive"'
+        )
 
     def require_statistics(self) -> None:
         """Raise InvalidArgument if a needed calibration is missing."""

@@ -75,7 +75,9 @@ class LocalChat(ChatLoop):
         try:
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
-            raise InvalidArgument(f"its start is no longer in the cache: {error}") from error
+            raise InvalidArgument(
+                f"the answer cannot be regenerated: its start is no longer in the cache ({error})"
+            ) from error
         self.branches.current.reopen_turn()
         self._generate()
 
@@ -206,9 +208,11 @@ class LocalChat(ChatLoop):
         except BaseException:
             count = len(session.tokens) - start
             if not conversation.cancel_turn(message, ids, count):
+                turn = conversation.last_turn
                 say(
-                    f"{plural(count, 'token')} of the message were read and stay, as older text "
-                    f"was evicted for them: turn {conversation.last_turn}"
+                    f"{plural(count, 'token')} of the message were prefilled and cannot be undone, "
+                    "since older text was evicted for them; they are turn "
+                    f"{turn} (/forget {turn} deletes it)"
                 )
             raise
 

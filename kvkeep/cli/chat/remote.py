@@ -249,7 +249,10 @@ class RemoteChat(ChatLoop):
             try:
                 self._session.rewind(memory["tokens"] - answer["start"])
             except InvalidArgument as error:
-                raise InvalidArgument(f"its start is no longer in the cache: {error}") from error
+                raise InvalidArgument(
+                    "the answer cannot be regenerated: its start is no longer in the cache "
+                    f"({error})"
+                ) from error
         try:
             self._answer(None)
         except PrefillAborted as aborted:

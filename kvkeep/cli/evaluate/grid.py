@@ -36,11 +36,11 @@ def grid(
 ) -> None:
     """Measure every compression method at every ratio on every task.
 
-    Each text is prefilled once; every method compresses a copy of that cache and is then asked.
-    Tables give the share of keys found (of all samples / of those found uncompressed) and the
-    log-probability of the key's tokens. For task perplexity, they give the perplexity of the next
-    512 tokens and its increase over the uncompressed cache. Ctrl-C stops and shows what was
-    measured; --resume continues.
+    Each text is prefilled once; every method compresses a fork of that session, and the questions
+    are fed after that. Tables give the share of keys found (of all samples / of those found
+    uncompressed) and the log-probability of the key's tokens. For task perplexity, they give the
+    perplexity of the next 512 tokens and its increase over the uncompressed cache. Ctrl-C stops and
+    shows what was measured; --resume continues.
     """
     files.check()
     if files.earlier_paths:

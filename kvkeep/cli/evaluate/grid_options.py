@@ -54,7 +54,7 @@ class GridOptions:
         type=comma_separated(parse_method),
         default=",".join(UNCALIBRATED_METHODS),
         show_default="all that need no calibration",
-        help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
+        help=f"Methods to measure, from {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     )
     ratios: tuple[float, ...] = option(
         metavar="X,...",
@@ -67,7 +67,7 @@ class GridOptions:
         type=comma_separated(parse_grid_task),
         default=",".join(GRID_TASKS),
         show_default="all",
-        help=f"Of {', '.join(GRID_TASKS)}.",
+        help=f"Tasks to run, from {', '.join(GRID_TASKS)}.",
     )
     samples: int = integer_option(default=40, help="Number of texts for each task.")
     junk: int = integer_option(default=250, help="Repetitions of the filler text in passkey tasks.")
@@ -117,7 +117,8 @@ class GridFiles:
         metavar="FILE.json", help="Write all results to a file, after each sample."
     )
     resume: bool = option(
-        is_flag=True, help="Continue the run in --out, with its settings where none are given now."
+        is_flag=True,
+        help="Continue the run in --out; options that are not given take its saved values.",
     )
     plot: Path | None = file_option(
         metavar="FILE.png", help="Plot a panel for each task, with a line for each method."

@@ -26,7 +26,8 @@ def passkey(
         minimum=2, default=2, help="Compression ratio, if --ratio is not given."
     ),
     recall: RecallOptions = recall_options(
-        PASSKEY_TASKS, "One fact; several facts, one asked for; or two, both asked for."
+        PASSKEY_TASKS,
+        "single: one fact; several: four facts, one question; second: two facts, two questions.",
     ),
     options: ModelOptions = option_group(ModelOptions),
     output: OutputOptions = OUTPUT_OPTIONS,
@@ -34,7 +35,7 @@ def passkey(
     """Hide a key in a long text, compress the cache, and ask for the key.
 
     The text is that of llama.cpp's passkey example. The question is fed after compression, so
-    compression cannot use it. The uncompressed cache is asked, too, for comparison.
+    compression cannot use it. The same question is fed to the uncompressed cache, for comparison.
     """
     if pos is not None and recall.depths is not None:
         raise InvalidArgument("--pos and --depths both say where the key is: use one of them")
@@ -64,7 +65,8 @@ def needle(
     """Hide made-up facts in a real text, compress the cache, and ask for them.
 
     Each sample is a random stretch of the text with the facts inserted between sentences. The
-    question is fed after compression. The uncompressed cache is asked, too, for comparison.
+    question is fed after compression. The same question is fed to the uncompressed cache, for
+    comparison.
     """
     key_type = task_key_type(recall.task, recall.keys)
     recall.check(options)
