@@ -176,8 +176,10 @@ class SessionRegistry:
             if failures:
                 raise failures[0]
             raise NoRoom(
-                f"the request needs {requested_bytes / 1e6:,.1f} MB; of {limit / 1e6:,.1f} MB, "
-                f"{in_use / 1e6:,.1f} MB are in use by others that are busy or resident"
+                f"not enough memory: the request needs {requested_bytes / 1e6:,.1f} MB, and "
+                f"{in_use / 1e6:,.1f} of {limit / 1e6:,.1f} MB are held by sessions that cannot be "
+                "evicted (busy, resident, or without a file to be saved to); retry later, or "
+                "delete a session"
             )
 
     def _evict_some(

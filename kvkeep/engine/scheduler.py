@@ -49,7 +49,8 @@ class SchedulingPolicy:
         """Raise NoRoom, with a time to retry, if an owner may not start `count` generations."""
         if count > (most := min(self.limits.running, self.limits.running_per_owner)):
             raise NoRoom(
-                f"the request is for {count} answers, and at most {most} generations may run",
+                f"the request is for {count} generations, and at most {most} are allowed at a "
+                "time: lower n, or send several requests",
                 retry_after=float("inf"),
             )
         running_of_owner = sum(generation.record.owner == owner for generation in running)

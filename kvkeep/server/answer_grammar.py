@@ -201,7 +201,7 @@ def _less_and_less_constrained(
         parameters: Mapping[str, Any] = ANY_OBJECT
         try:
             if time.monotonic() > deadline:
-                raise InvalidArgument("compiling those of all tools takes too long")
+                raise InvalidArgument("compiling the parameters of all tools takes too long")
             grammar = Grammar.from_schema(model, tool.parameters)
         except InvalidArgument as error:
             warnings.append(f"the parameters of {tool.name} are not followed: {error}")

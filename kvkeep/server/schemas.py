@@ -116,7 +116,9 @@ def _require_characters(text: str) -> None:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is no character") from None
+        raise ValueError(
+            "the text has a lone surrogate, which is not a Unicode character"
+        ) from None
 
 
 class StreamOptions(RequestBody):

@@ -81,10 +81,11 @@ def align(
     min_keep: how many of its first tokens are kept, at least, by policies that evict others.
     """
     started, memory = time.perf_counter(), core.memory
-    plan, reason = None, "exact alignment was asked for"
+    plan, reason = None, 'mode "exact" was requested'
     if options.mode == "in_place":
         plan = plan_for(memory, target, options)
-        reason = f"it would save {plan.saved} tokens; expected {max(1, options.min_saved)} or more"
+        needed = max(1, options.min_saved)
+        reason = f"it would save {plan.saved} tokens; {needed} or more must be saved"
     changes = plan.changes if plan else changed_ranges(memory.tokens.array(), target)
     retained = Retained.after(memory, changes, keep_after(memory, changes, min_keep))
     del memory  # its cells could not be freed

@@ -247,7 +247,8 @@ def _compress_older(core: SessionCore, plan: CompactionPlan) -> CompressionRepor
     memory = core.memory
     if not isinstance(memory.policy, Full):
         raise InvalidArgument(
-            f'policy "{memory.policy.name}" keeps to its budget by itself; policy="full" compresses'
+            f'step "compress" needs policy "full"; this session has policy "{memory.policy.name}": '
+            'leave "compress" out of steps'
         )
     total = len(memory.tokens)
     fixed = frozenset(memory.serials[: system_end(core.state.spans)])
@@ -256,7 +257,8 @@ def _compress_older(core: SessionCore, plan: CompactionPlan) -> CompressionRepor
         if recent <= _MIN_RECENT:
             raise InvalidArgument(
                 f"the system prompt, pinned tokens and the newest {recent} take "
-                f"{plan.target - room:,} cells"
+                f"{plan.target - room:,} cells, which leaves too little room below the target of "
+                f"{plan.target:,}: raise target, or unpin tokens"
             )
         recent = max(_MIN_RECENT, recent // 2)
     users, num_messages = _user_serials(core, int(room * _USER_SHARE), total - recent)

@@ -275,9 +275,9 @@ def _split_into_runs(
     remaining_cells = math.ceil(cells / ratio) - unchanged_cells
     if remaining_cells < len(runs):
         raise InvalidArgument(
-            f"{cells} cells cannot become {ratio:g} times fewer: the first {SINK_CELLS}, the "
-            f"newest {recent} and {len(pins)} pinned ones stay uncompressed. Lower the ratio, or "
-            "keep fewer"
+            f"{cells} cells cannot be compressed by a factor of {ratio:g}: the first {SINK_CELLS}, "
+            f"the newest {recent} and {len(pins)} pinned ones are never compressed. Use a lower "
+            "ratio or a smaller recent, or unpin tokens"
         )
     return runs, remaining_cells
 
@@ -384,7 +384,10 @@ def newest_queries(memory: Memory) -> Queries | None:
     """Return queries of the newest tokens, evaluated again in a fork. Raises InvalidArgument."""
     count = min(MAX_QUERIES, memory.num_rewindable - 1)
     if count < 1:
-        raise InvalidArgument("this method needs recent tokens with cells, and there are none")
+        raise InvalidArgument(
+            "this method scores cells by the queries of recent uncompressed tokens, and the "
+            'session has too few: feed text first, or use a method without queries, such as "knorm"'
+        )
     fork = memory.fork()
     tokens, last_ids, pinned = fork.rewind(count)
     reevaluate_last(fork, last_ids, pinned)

@@ -117,7 +117,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_anew(
         replacements = iter(range(2))
         assert read_snapshot_document(read)["notes"]["n"] == 1
         replacements = iter(range(99))
-        with pytest.raises(StoreError, match=r"one.* was replaced whenever it was read"):
+        with pytest.raises(StoreError, match=r"one.* was replaced by another writer"):
             Snapshot.load(read)
         replacements = iter(())
         if not labelled:

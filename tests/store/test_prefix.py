@@ -426,7 +426,7 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="start"):
         PrefixStore(tmp_path).add(MODEL.fingerprint, prompt(0, 600), 100, [random_cells()])
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match="cannot be a prefix store"):
+    with pytest.raises(StoreError, match="cannot be used as a prefix store"):
         PrefixStore(tmp_path / "file")
 
 

@@ -40,7 +40,7 @@ def launch(
         metavar="NAME",
         shell_complete=complete_models,
         show_default="the running server's, or the default model",
-        help="Model; a server is started if the running one has another.",
+        help="Model to run; if the running server has a different one, a new server is started.",
     ),
     server: str = option(
         metavar="URL", default=DEFAULT_URL, help="Server to use, if it is running."

@@ -85,7 +85,7 @@ def warn_of_short_context(server: RunningServer) -> None:
     if server.context is not None and server.context < _AGENT_CONTEXT:
         say(
             f"kvkeep: the context of {server.model} has {server.context:,} tokens, and agents need "
-            f"{_AGENT_CONTEXT:,} or more: take another model, or more with --max-kv-size"
+            f"{_AGENT_CONTEXT:,} or more: use another model, or raise --max-kv-size"
         )
 
 
@@ -130,7 +130,10 @@ def _temporary_store() -> Iterator[list[str]]:
     if _is_own_folder_free():
         yield []
     else:
-        say("kvkeep: another server uses kvkeep's folder: this one keeps sessions until it ends")
+        say(
+            "kvkeep: another server uses kvkeep's folder; this server's sessions are temporary and "
+            "are deleted when it stops"
+        )
         with tempfile.TemporaryDirectory(prefix="kvkeep-serve-") as folder:
             yield ["--store", folder]
 

@@ -79,7 +79,10 @@ class PrefixStore:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{path} cannot be a prefix store: {error.strerror}") from error
+            raise StoreError(
+                f"{path} cannot be used as a prefix store ({error.strerror}): choose a folder that "
+                "can be written"
+            ) from error
         self._lock = FileLock(self.path / "lock")
 
     def find(

@@ -55,7 +55,9 @@ def read_file(path: ReadablePath, read: Callable[[BinaryIO], T]) -> T:
                 return read(file)
             except (Conflict, NoObject):
                 continue
-    raise StoreError(f"{path} was replaced whenever it was read: try again")
+    raise StoreError(
+        f"{path} was replaced by another writer during each of {_ATTEMPTS} reads: try again"
+    )
 
 
 @contextmanager
