@@ -191,7 +191,7 @@ class RemoteSession:
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
     def stop(self) -> Any:
-        """End a generation in the session, which another client may have started."""
+        """Stop the session's running generation, if any, whichever client started it."""
         return self._post("/stop", None)
 
     def save(self, revision: int | None = None) -> Any:
@@ -208,7 +208,7 @@ class RemoteSession:
         return self._client.send(ApiRequest("PUT", self._path("/resident"), body, revision))
 
     def set_title(self, title: str | None, revision: int | None = None) -> Any:
-        """Set what people call the session, in the web UI for example; None for its name."""
+        """Set the session's display title; None to show its name."""
         body = {"title": title}
         return self._client.send(ApiRequest("PUT", self._path("/title"), body, revision))
 

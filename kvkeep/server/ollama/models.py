@@ -93,7 +93,7 @@ async def show(body: ShowRequest, context: ContextDep) -> dict[str, Any]:
 @router.post("/api/copy")
 @router.delete("/api/delete")
 async def change_models(request: HttpRequest, context: ContextDep) -> None:
-    """Refuse to change the models: the server has the one that it was started with."""
+    """Not supported: the server serves only the model that it was started with."""
     operation = request.url.path.removeprefix("/api/")
     raise ApiError(
         400,  # not 501, after which clients try again

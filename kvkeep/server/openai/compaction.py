@@ -60,7 +60,7 @@ class ResponseCompactionRequest(ResponsesRequest):
 @router.post("/v1/responses/compact")
 @router.post("/responses/compact", include_in_schema=False)
 async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[str, Any]:
-    """Compact a conversation: its users' messages, and one opaque item for all that was said."""
+    """Compact a conversation into its user messages and one opaque compaction item."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
     items, _ = await expand_items(items, context)
     compacted = await compact_conversation(body, items, context)

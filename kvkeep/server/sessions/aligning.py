@@ -45,9 +45,9 @@ class AlignRequest(AlignmentParams):
 
 @router.post("/v1/sessions/{name}/align", response_model=None)
 async def align(body: AlignRequest, context: SessionDep) -> Response:
-    """Make a prompt the session's whole text, in place or exactly, while answers in progress go on.
+    """Replace the session's text by a prompt, reusing its cells in place or exactly.
 
-    After messages the spans name their turns anew.
+    Other requests continue between its steps. With `messages`, spans name the new turns.
     """
     body.require_one_input()
     model, engine = context.service.model, context.engine

@@ -137,8 +137,8 @@ async def generate(body: GenerateRequest, context: SessionDep) -> Response | dic
 async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
-    Without `content`, the newest reply goes on where it ended; after a rewind to its start, or an
-    alignment that ends with a question, it begins.
+    Without `content`, continue the newest reply, or start it if the newest turn has none (after a
+    rewind to its start, or an alignment that ends with a question).
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     SESSION_RULES.check(body, context.notices)
@@ -167,7 +167,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
 
 @router.post("/v1/sessions/{name}/stop", response_model=None)
 async def stop(context: SessionDep) -> Response:
-    """End a generation in the session, which another client may have started, if there is one."""
+    """Stop the session's running generation, if any, whichever client started it."""
     arguments = (context.name, context.owner, session_response, context.revision)
     return await wrap_future(context.engine.stop(*arguments))
 

@@ -150,7 +150,11 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
 async def save(context: SessionDep) -> Response:
-    """Save a session; responds when it is on disk, with its fields when the save began."""
+    """Save a session to disk.
+
+    Responds once the file is written, with the session's fields as of the start of the save, and
+    with `saved_revision`.
+    """
     begin_save = context.engine.begin_save
 
     def begin(operations: SessionOperations) -> tuple[dict[str, Any], Future[int]]:
@@ -172,7 +176,7 @@ async def resident(body: ResidentRequest, context: SessionDep) -> Response:
 
 @router.put("/v1/sessions/{name}/title", response_model=None)
 async def title(body: TitleRequest, context: SessionDep) -> Response:
-    """Set what people call a session, as the web UI's list of conversations shows it."""
+    """Set a session's display title, as listed in the web UI; null for its name."""
     arguments = (context.name, context.owner, body.title, context.revision)
 
     def apply(operations: SessionOperations) -> Response:

@@ -55,10 +55,11 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     `removable` tokens of which status can be deleted where others follow, and `highest_ratio` the
     highest ratio that `compress` takes by default, null for none. `residual_cells` are the cells,
     over all layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is
-    the number of KV heads of all layers, each of which holds `cells`. `last_prompt` says
-    what of the session's last prompt was reused, moved or read again, and `last_answer` how many
-    cells the last answer found, how many tokens it read and generated, and why it `ended`: "eos",
-    "stop", "length", "full", "cancelled" or "failed".
+    the number of KV heads of all layers, each of which holds `cells`. `last_prompt`
+    reports how much of the session's last prompt was reused, moved or evaluated again.
+    `last_answer` has the cells held before the last generation (`held`), the prompt tokens
+    evaluated (`read`), the tokens generated, their rate (`per_second`) and the end reason
+    (`ended`): "eos", "stop", "length", "full", "cancelled" or "failed".
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 
@@ -242,9 +243,9 @@ class ExplainRequest(FeedRequest, AlignmentFields):
 async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
     """Report how much of a prompt would be reused, and why not more, without evaluating it.
 
-    `messages`, with `tools` if there are any, are changed by the prompt rules, and written back, as
-    in chats; `prompt_rules` names the rules that did, and `written` is the number of tokens of the
-    history that the model sampled.
+    `messages` (with `tools`) are rendered as in chats: prompt rules are applied, and earlier
+    answers of this server are replaced by their sampled tokens. `prompt_rules` names the rules that
+    changed the prompt; `written` counts those sampled tokens.
     With `alignment` "in_place" it names each seam, with the texts that would be removed and
     inserted there, or why the prompt would not be aligned.
     """
