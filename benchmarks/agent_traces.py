@@ -54,7 +54,7 @@ _RANDOM_CONTEXT = 65_536  # tokens, of a model with random weights
 
 @dataclass(frozen=True)
 class TraceMode:
-    """How the server reuses cells. rules: see `kvkeep serve --prompt-rules`."""
+    """The reuse of cells by the server. rules: see `kvkeep serve --prompt-rules`."""
 
     name: str
     alignment: AlignmentOptions = AlignmentOptions()  # noqa: RUF009 (frozen)

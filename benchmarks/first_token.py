@@ -1,4 +1,4 @@
-"""How long a user waits for a chat's prompt, and for the first token of a fresh process.
+"""Time until a chat's prompt, and until the first token of a fresh process.
 
     python -m benchmarks.first_token --rounds 5
 

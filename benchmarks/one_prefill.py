@@ -24,7 +24,7 @@ from kvkeep.types import DtypeName, PolicyName
 
 @dataclass(frozen=True)
 class Way:
-    """How a prompt is prefilled. budget: maximum cells held; None: all."""
+    """The settings of a prefill. budget: maximum cells held; None: all."""
 
     prefill_step: int
     budget: int | None = None

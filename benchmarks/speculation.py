@@ -1,4 +1,4 @@
-"""How much sooner text comes with speculation: rewritten code and JSON against prose.
+"""The speed-up of generation by speculation: rewritten code and JSON against prose.
 
     python -m benchmarks.speculation --model llama-1b-Q4_K_M.gguf
 

@@ -82,7 +82,7 @@ class LoadedModel:
 
     @cached_property
     def pooling(self) -> Pooling:
-        """How an embedding model pools hidden states. Raises UnsupportedModel for other models."""
+        """The pooling of an embedding model's hidden states. Raises UnsupportedModel for others."""
         return read_pooling(self.folder)
 
     @cached_property

@@ -96,7 +96,7 @@ class LlamaCppPeer:
         self._next = self._likeliest()
 
     def _shift(self) -> None:
-        """As llama.cpp's own programs do it."""
+        """Shift the context as llama.cpp's own programs do."""
         count = len(self._tokens)
         discarded = (count - self._keep) // 2
         self._take_out(self._keep, self._keep + discarded)

@@ -39,7 +39,7 @@ class Deployment:
 
     @property
     def generation(self) -> int:
-        """How often changes may have been lost: none are by the kill of one that shares a store."""
+        """The number of kills that may have lost changes: with a shared store, none does."""
         return 0 if self.is_shared else sum(server.generation for server in self._servers)
 
     @property

@@ -93,7 +93,7 @@ class Checkpoints:
 
     @property
     def end(self) -> int:
-        """After how many tokens the newest one was taken; 0 without any."""
+        """The token count at the newest checkpoint; 0 if there is none."""
         return self.entries[-1].num_tokens if self.entries else 0
 
     def limited(self, max_bytes: int) -> "Checkpoints":

@@ -221,7 +221,7 @@ class Segment:
 
     @property
     def slack(self) -> int:
-        """How many idle slots a segment that grows lazily may have: few, for it is one of many."""
+        """The most idle slots of a segment that grows lazily: few, for it is one of many."""
         return self.limit // 16
 
     def drop_oldest(self, count: int) -> None:

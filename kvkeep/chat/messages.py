@@ -114,7 +114,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which tools the model may and must call.
+    """The tools that the model may call, and whether it must call one.
 
     mode: "auto" for any or none, "none", or "required" for at least one. names: the allowed tools,
     None for all of them.

@@ -181,7 +181,7 @@ class ChatRenderer:
 
     @cached_property
     def rendered_call(self) -> RenderedCall | None:
-        """How the template writes a call; None if that is not certain, or no JSON."""
+        """The form of calls in the template; None if that is not certain, or not JSON."""
         writer = self._answer_writer(Chat((), (PROBE_TOOL,)), RenderOptions())
         return writer.rendered_call() if self._turns_are_delimited else None
 

@@ -45,7 +45,7 @@ class InstructionSet:
 
     @property
     def torch_reason(self) -> str:
-        """Why no kernels are used, as a predicate of "the kernels"; empty if some are used."""
+        """The reason for using no kernels, as a predicate of "the kernels"; "" if some are used."""
         if self.name != TORCH:
             return ""
         # The reason of the last set, which most processors run; no sets: another architecture.

@@ -1,4 +1,4 @@
-"""Generated answers on disk: what the model wrote is known again after a restart or a kill.
+"""A log of sampled answers on disk, from which a restarted engine restores them.
 
 A log of JSON lines: first the model, then an answer in each line, the newest last. When it exceeds
 its bound, it is written anew, with the last used answers that take half of it.

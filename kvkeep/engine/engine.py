@@ -231,7 +231,7 @@ class Engine(AbstractContextManager["Engine"]):
         new_tokens: int = 0,
         notes: Mapping[str, Any] = MappingProxyType({}),
     ) -> Future[T]:
-        """Change a session by a function that evaluates in steps, between which others go on.
+        """Change a session by a function that evaluates in steps, yielding to requests in between.
 
         The function calls `yield_turn` between its steps: requests that do not change the session
         are answered meanwhile, and those that do get Busy. Otherwise as `change`.
@@ -248,9 +248,9 @@ class Engine(AbstractContextManager["Engine"]):
         return self.call(function, self._operations)
 
     def run_in_steps(self, function: Callable[[SessionOperations], T]) -> Future[T]:
-        """Do as `run`; others go on whenever the function calls `yield_turn`.
+        """Run a long function as `run` does; `yield_turn` serves other requests meanwhile.
 
-        It passes `yield_turn` as the `progress` argument of operations that take long.
+        The function passes `yield_turn` as the `progress` argument of operations that take long.
         """
         return self._thread.submit_long(function, self._operations)
 
@@ -355,7 +355,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._thread.submit(function, *args, **kwargs)
 
     def yield_turn(self, tokens: int = 0) -> None:
-        """Run what waits, and a scheduler step: a `progress` callback for long work.
+        """Run the waiting calls and one scheduler step: the `progress` callback of long work.
 
         tokens: not used. Raises Cancelled once the engine is to end, so that the work is given up.
         """

@@ -173,7 +173,7 @@ class Generation(Iterator[GenerationEvent]):
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens may be generated."""
+        """The number of tokens that may still be generated."""
         limit = self.request.max_tokens
         return sys.maxsize if limit is None else limit - len(self.generated)
 
@@ -221,7 +221,7 @@ class Generation(Iterator[GenerationEvent]):
 
     @property
     def withheld_tokens(self) -> int:
-        """How many of the last tokens its caller did not get: an end token, or a stop string's."""
+        """The number of last tokens withheld from its caller: an end token, or a stop string's."""
         if self.end_reason not in ("eos", "stop"):
             return 0
         return self._text_stream.withheld_tokens + (self._end_token is not None)

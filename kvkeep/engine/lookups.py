@@ -48,7 +48,10 @@ class PrefixLookups:
             future.result()
 
     def discard(self, generation: Generation) -> None:
-        """Give up the lookup of a generation that has ended. If it has begun, it runs in vain."""
+        """Cancel the lookup of an ended generation.
+
+        A lookup that has started runs to its end; its result is dropped.
+        """
         future = self._futures.pop(generation, None)
         if future is not None:
             future.cancel()

@@ -1,4 +1,4 @@
-"""Sessions for whole prompts: which session takes a prompt, and which of its tokens it holds."""
+"""Preparing a session for a prompt: choosing the reusable cells, and loading or aligning them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

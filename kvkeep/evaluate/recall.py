@@ -50,7 +50,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """How to compress a session.
+    """Settings for compressing a session.
 
     max_kv_size: cells during streaming prefill; None for as many as compression afterwards leaves.
     """

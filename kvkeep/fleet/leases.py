@@ -166,7 +166,7 @@ class SessionLeases:
 
     @asynccontextmanager
     async def _roll_back_uncommitted(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
-        """After the block, roll back what was not committed, and release the lease."""
+        """Roll back what the block did not commit, and release the lease."""
         try:
             yield leased
         finally:

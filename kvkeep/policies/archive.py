@@ -95,7 +95,7 @@ class Archive(Policy):
 
     @property
     def head_budget(self) -> str:
-        """How layers and KV heads share the archive: "uniform" or "heads"."""
+        """The sharing of the archive among layers and KV heads: "uniform" or "heads"."""
         return self.budget or self.compression_method.budget
 
     def settings(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Policy(ABC):
 
     @property
     def query_count(self) -> int:
-        """How many of the newest queries the policy decides by; a prefix cache has none of them."""
+        """The number of newest queries by which the policy decides; a prefix cache has none."""
         return 0
 
     def max_budget(self, trained_length: int) -> int:

@@ -69,7 +69,7 @@ class Sliding(Policy):
 
 @dataclass(frozen=True)
 class Shift(Sliding):
-    """As `sliding`, but `discard` cells are evicted each time the window is full.
+    """A sliding policy that evicts `discard` cells at once when the window is full.
 
     discard: 0 for half of the cells that are neither kept nor pinned at the time; 1 is `sliding`.
     """

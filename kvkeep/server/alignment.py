@@ -1,4 +1,4 @@
-"""How requests choose between exact reuse and alignment in place, and how answers report it."""
+"""Request fields for exact reuse or alignment in place, and its report in responses."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -141,7 +141,7 @@ class ChatInput:
 
     @property
     def written_tokens(self) -> int:
-        """How many tokens of the history are those that the model sampled."""
+        """The number of tokens of the history that the model sampled."""
         return self.prompt.written_tokens
 
     @property

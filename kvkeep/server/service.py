@@ -120,7 +120,7 @@ class RequestContext:
 
     @property
     def default_alignment(self) -> AlignmentOptions:
-        """How prompts are aligned whose requests do not say it."""
+        """The alignment of prompts whose requests do not choose one."""
         return self.service.keys.alignment(self.owner, self.engine.alignment)
 
     @property

@@ -1,1 +1,1 @@
-"""A model's live memory: fed, asked for tokens, edited, forked and saved."""
+"""A live KV cache of one text, with its token ids, policy, sampler, pins and spans."""

@@ -166,7 +166,7 @@ def _steps(
 
 
 class AlignedFeeding(Iterator[FeedStep]):
-    """A prompt on its way into a session by an alignment in place, as `Feeding` by its evaluation.
+    """An iterator that prefills a prompt by alignment in place, with the interface of `Feeding`.
 
     The session changes once all edits are evaluated; then the tail is fed, step by step. Until it
     is done, no other caller may change the session.

@@ -51,7 +51,7 @@ class TokenEdit:
 
 @dataclass(frozen=True)
 class AlignmentPlan:
-    """How a session's text becomes another one in place.
+    """The edits that turn a session's text into another one in place.
 
     edits: in the order of the text, one for each seam. tail: replaces the end of the text, and is
     evaluated after all edits. kept: tokens of the common beginning, whose cells stay as they are.
@@ -74,7 +74,7 @@ class AlignmentPlan:
 
     @property
     def saved(self) -> int:
-        """How many tokens fewer are evaluated than if all behind the common beginning were."""
+        """The tokens saved compared with evaluating everything after the common prefix."""
         return self.moved - self.refilled
 
     @property
@@ -106,10 +106,10 @@ class AlignmentReport:
 class AlignmentOptions:
     """The choices of an alignment.
 
-    mode: "exact" reuses only the common beginning. min_saved: tokens that alignment in place must
-    save, or all after the common beginning is evaluated. reread: the most tokens after each seam
-    that are evaluated again. reread_share: with this share of the text evaluated, no more is
-    evaluated again, beyond what one seam may have; 1 for no limit.
+    mode: "exact" reuses only the common prefix. min_saved: tokens that alignment in place must
+    save, or all after the common prefix is evaluated. reread: the most tokens after each seam that
+    are evaluated again. reread_share: re-evaluation stops once this share of the text is evaluated,
+    new tokens included; `reread` tokens in total are always allowed. 1 for no limit.
     """
 
     mode: AlignmentMode = "exact"

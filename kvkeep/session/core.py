@@ -52,7 +52,7 @@ class SessionState:
 
     @property
     def keep(self) -> int:
-        """How many of the first tokens are never evicted; `WHOLE_PROMPT` if not known yet."""
+        """The number of first tokens that are never evicted; `WHOLE_PROMPT` if not known yet."""
         return WHOLE_PROMPT if self.keep_whole_prompt else self.memory.policy.keep
 
     def check_first_prompt(self, num_tokens: int) -> None:

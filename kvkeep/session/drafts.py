@@ -26,7 +26,7 @@ _HASH_BITS, _MIN_TABLE_BITS = 32, 10
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """How many tokens of drafts were tried, and how many of these were sampled."""
+    """Counts of drafted tokens, and of those accepted, since they were sampled."""
 
     drafted: int = 0
     accepted: int = 0

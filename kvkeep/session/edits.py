@@ -149,7 +149,7 @@ class SessionEdits:
         special: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> AlignmentReport:
-        """Make a prompt the session's whole text, reusing the cells that it has of it.
+        """Replace the session's text by a prompt, reusing the cells of equal tokens.
 
         Where the prompt and the text differ, tokens are deleted, inserted and replaced. With mode
         "in_place" the cells of later equal tokens stay as they were computed, after another text:
@@ -159,8 +159,9 @@ class SessionEdits:
 
         reread: how many tokens after each edit in place are evaluated again, at most: more cost
             more, and come closer to an exact evaluation.
-        reread_share: the share of the prompt that may be evaluated by that, new tokens included,
-            unless `reread` alone is more. Many edits share it by their sizes. 1 for no limit.
+        reread_share: re-evaluation stops once this share of the prompt's tokens is evaluated, new
+            tokens included; `reread` tokens in total are always allowed. It is divided among the
+            edits in proportion to their sizes. 1 for no limit.
         special: see `feed`.
         progress: called after each step with the number of tokens in it; must not change the
             session.

@@ -61,7 +61,7 @@ class FeedReport:
 
 
 class Feeding(Iterator[FeedStep]):
-    """A prompt on its way into a session: each `next` evaluates one more step of it.
+    """An iterator that prefills a prompt into a session, one step per `next`.
 
     Between two steps the session may be used, forked and saved, and other sessions may compute. The
     rest of the prompt follows whatever the session is then. A failed step may be tried again.

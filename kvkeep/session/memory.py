@@ -152,7 +152,7 @@ class Memory:
 
     @property
     def num_held(self) -> int:
-        """How many of the newest tokens are held without a gap, outside self-extend's groups."""
+        """The number of newest tokens held without a gap, outside self-extend's groups."""
         segments = [s for s in self.cache.segments if s.position_map.group == 1]
         if not segments:
             return 0
@@ -164,7 +164,7 @@ class Memory:
 
     @property
     def num_rewindable(self) -> int:
-        """How many of the newest tokens can be removed, one more included that is evaluated again.
+        """The number of newest tokens that can be removed, plus one that is evaluated again.
 
         Those that are held without a gap. If layers keep states, only those since the oldest
         checkpoint, unless all tokens are held: then states are computed anew from the beginning.
@@ -177,7 +177,7 @@ class Memory:
 
     @property
     def max_rewind(self) -> int:
-        """How many of the newest tokens a rewind can remove, unless it removes all."""
+        """The number of newest tokens that a rewind can remove, unless it removes all."""
         rewindable = self.num_rewindable
         return rewindable if rewindable == len(self.tokens) else max(0, rewindable - 1)
 

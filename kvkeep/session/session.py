@@ -1,4 +1,4 @@
-"""A session: one model's live memory, fed and asked for tokens."""
+"""`Session`: a live KV cache of one text, with its token ids, policy, sampler, pins and spans."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ GREEDY = Sampling()
 
 
 class Session(SessionEdits, SessionReductions, SessionViews):
-    """One model's live memory of a text: its policy decides which tokens stay in the cache.
+    """A live KV cache of one text, with its token ids, policy, sampler, pins and spans.
 
     A call that is refused changes nothing. A prompt is evaluated in steps, each committed or rolled
     back as a whole; `tokens` are those of committed steps. Sessions may be used from any thread;
@@ -61,7 +61,11 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
     @property
     def exactness(self) -> Exactness:
-        """Whether the session continues to the bit as the saved one, or as one without a cache."""
+        """Whether the session continues bit-exactly.
+
+        That is as the saved session would have, and as one that used no prefix cache. `differs`
+        names what does not match.
+        """
         return self._saved_exactness.rounded_by(self.core.state.rounded)
 
     # Feeding and decoding
@@ -151,7 +155,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
     @property
     def speculated(self) -> tuple[int, int]:
-        """How many tokens the last stream has accepted of its drafts, and drafted; see `stream`."""
+        """(accepted, drafted): accepted draft tokens of the last stream, and all drafted ones."""
         return self.core.drafts.accepted, self.core.drafts.drafted
 
     def score(

@@ -35,7 +35,7 @@ class TextStream:
 
     @property
     def withheld_tokens(self) -> int:
-        """How many of the last tokens have text that was not returned, such as a stop string's."""
+        """The number of last tokens whose text was not returned, such as a stop string's."""
         return len(self._withheld)
 
     def push(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""How a chat template writes the turns of a conversation, in pieces around the texts of users."""
+"""The turns of a conversation as a chat template writes them, in pieces around users' texts."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING

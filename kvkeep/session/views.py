@@ -28,7 +28,7 @@ class SessionViews:
 
     @property
     def checkpoints(self) -> list[int]:
-        """After how many tokens it has a checkpoint, in increasing order."""
+        """Token counts at which there is a checkpoint, ascending."""
         return [each.num_tokens for each in self.core.memory.checkpoints.entries]
 
     def remembered(self, start: int | str, end: int | None = None) -> int:
@@ -49,7 +49,7 @@ class SessionViews:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the last stream ended; see `stream`."""
+        """The reason the last stream ended; see `stream`."""
         return self.core.finish_reason
 
     def __repr__(self) -> str:

@@ -62,7 +62,7 @@ def _begin_forward(
 def _end_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """After a forward: commit all tokens, or roll back if it failed (`output` is None)."""
+    """Commit the tokens of a forward, or roll back if it failed (`output` is None)."""
     step_cache = kwargs.get("past_key_values")
     if not isinstance(step_cache, StepCache) or step_cache.cache_forward is None:
         return None

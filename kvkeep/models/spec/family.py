@@ -1,4 +1,4 @@
-"""How the config and checkpoint of an architecture differ from Llama's: the type of `FAMILIES`."""
+"""The differences of an architecture's config and checkpoint from Llama's: type of `FAMILIES`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ StateRule = Literal["lfm2", "delta_net", "mamba2", "falcon_h1", "nemotron_h"]
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family's config describes its mixture of experts.
+    """The mixture-of-experts fields of a family's config.
 
     width_field: the field with the width of an expert's MLP.
     shared_width_field: the same of the shared expert; "" if the family has none.
@@ -42,7 +42,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """Which layers of a family are local or have no RoPE.
+    """The local and RoPE-less layers of a family.
 
     period: without `layer_types`, every period-th layer is global (sees everything) and the others
         are local (see a window).

@@ -232,7 +232,7 @@ class ModelSpec:
 
     @property
     def gating(self) -> Gating:
-        """How all MLPs and experts combine their gate and up projections."""
+        """The combination of gate and up projections in all MLPs and experts."""
         return "clamped" if self.clamped_experts else self.activation
 
     @property

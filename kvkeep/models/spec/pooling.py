@@ -1,4 +1,4 @@
-"""How a model for embeddings turns the hidden states of a text into one vector.
+"""The pooling of an embedding model: hidden states of a text to one vector.
 
 Such a model's folder has modules.json and the config of a pooling module, as sentence-transformers
 writes them; GGUF files state `pooling_type`, which is converted to the same files.

@@ -10,7 +10,7 @@ _SECONDS = {"24h": 86_400.0, "12h": 43_200.0, "30m": 1_800.0}
 
 
 class CacheFields(RequestBody):
-    """How long a prompt's session is protected from eviction, and which session it prefers.
+    """Request fields that protect a prompt's session from eviction, and name one to prefer.
 
     prompt_cache_key: names the conversation; its newest session is protected for five minutes after
     each use. prompt_cache_retention: "24h" for a day. prompt_cache_options: {"ttl": "30m" or

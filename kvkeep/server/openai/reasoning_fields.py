@@ -13,7 +13,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # that templates 
 
 
 class ReasoningConfig(RequestBody):
-    """How the model reasons, as in Anthropic's API ("thinking") and OpenRouter's ("reasoning")."""
+    """Reasoning settings, as in Anthropic's API ("thinking") and OpenRouter's ("reasoning")."""
 
     type: ShortText | None = None  # "disabled" for no reasoning
     enabled: bool | None = None

@@ -55,11 +55,11 @@ async def memory(name: SessionName, context: ContextDep) -> dict[str, Any]:
     `removable` tokens of which status can be deleted where others follow, and `highest_ratio` the
     highest ratio that `compress` takes by default, null for none. `residual_cells` are the cells,
     over all layers and KV heads, that stand for evicted ones; they belong to no token. `heads` is
-    the number of KV heads of all layers, each of which holds `cells`. `last_prompt`
-    reports how much of the session's last prompt was reused, moved or evaluated again.
-    `last_answer` has the cells held before the last generation (`held`), the prompt tokens
-    evaluated (`read`), the tokens generated, their rate (`per_second`) and the end reason
-    (`ended`): "eos", "stop", "length", "full", "cancelled" or "failed".
+    the number of KV heads of all layers, each of which holds `cells`. `last_prompt` reports how
+    much of the session's last prompt was reused, moved or evaluated again. `last_answer` has the
+    cells held before the last generation (`held`), the prompt tokens evaluated (`read`), the tokens
+    generated, their rate (`per_second`) and the end reason (`ended`): "eos", "stop", "length",
+    "full", "cancelled" or "failed".
     """
     return await context.inspect(name, lambda record: _memory_view(record, context.engine))
 

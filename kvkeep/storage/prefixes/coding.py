@@ -90,7 +90,7 @@ class BlockCoding:
 
 
 class BlockCodings:
-    """How a prefix cache codes the blocks of each model.
+    """The codings of a prefix cache's blocks, one for each model.
 
     The basis of a model is looked up once: a newer one is used by caches that are opened later.
     """

@@ -94,7 +94,7 @@ class StoredPrompt:
 
     @property
     def checkpoint_ends(self) -> list[int]:
-        """After how many of its tokens there is a checkpoint."""
+        """Token counts at which it has a checkpoint, ascending."""
         ends = enumerate(self.blocks, start=1)
         return [index * BLOCK_TOKENS for index, block in ends if block.checkpoint is not None]
 
@@ -106,7 +106,7 @@ class StoredPrompt:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the cells of a prompt were rounded.
+    """The codec and basis that rounded a prompt's cells.
 
     codec: "unknown" for files of earlier versions, which do not name it. basis: its digest, or "".
     """

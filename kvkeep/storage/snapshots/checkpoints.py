@@ -118,7 +118,7 @@ def _state_name(index: int, name: str) -> str:
 
 @dataclass
 class _WindowWriter:
-    """Cells of windows on their way into a file, each once.
+    """Writes the cells of windows to a file's tensors, each cell once.
 
     lengths: of the windows in `tensors`.
     """
