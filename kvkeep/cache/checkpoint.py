@@ -92,7 +92,7 @@ class Checkpoints:
         return replace(self, entries=tuple(_sharing_storage(kept)), answer_ends=answer_ends)
 
     @property
-    def end(self) -> int:
+    def newest_end(self) -> int:
         """The token count at the newest checkpoint; 0 if there is none."""
         return self.entries[-1].num_tokens if self.entries else 0
 
@@ -101,12 +101,12 @@ class Checkpoints:
         entries = tuple(_thinned(self.entries, max_bytes))
         return replace(self, max_bytes=max_bytes, entries=entries)
 
-    def first(self, num_tokens: int) -> "Checkpoints":
-        """Return those of the first `num_tokens` tokens."""
+    def up_to(self, num_tokens: int) -> "Checkpoints":
+        """Return the checkpoints taken at `num_tokens` tokens or earlier."""
         return self._with_entries([e for e in self.entries if e.num_tokens <= num_tokens])
 
-    def since(self, num_tokens: int) -> "Checkpoints":
-        """Return those after `num_tokens` tokens or more."""
+    def from_(self, num_tokens: int) -> "Checkpoints":
+        """Return the checkpoints taken at `num_tokens` tokens or later."""
         return self._with_entries([e for e in self.entries if e.num_tokens >= num_tokens])
 
     def _with_entries(self, entries: Sequence[Checkpoint]) -> "Checkpoints":
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def newest(self, num_tokens: int) -> Checkpoint | None:
         """Return the newest one after at most `num_tokens` tokens."""
-        entries = self.first(num_tokens).entries
+        entries = self.up_to(num_tokens).entries
         return entries[-1] if entries else None
 
     def branched(self, num_tokens: int) -> "Checkpoints":

@@ -165,7 +165,7 @@ def _read_python(reading: AnswerReading, *ends: str) -> Steps[None]:
 
 
 def _read_lfm2(reading: AnswerReading, end: str) -> Steps[None]:
-    """Read a list of calls as in Python or, if the system text asks for it, of JSON objects."""
+    """Read a list of calls as in Python or, if the system text requests it, of JSON objects."""
     calls_before = reading.call_count
     yield from reading.skip_space()
     yield from reading.take("[")

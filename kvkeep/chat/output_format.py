@@ -155,7 +155,7 @@ def detect_format(template_source: str, control_texts: Collection[str]) -> Outpu
     """Return the format of the answers of a model.
 
     template_source: of its chat template, "" without one. control_texts: the texts of its special
-    tokens. Models whose template knows no tools are told to call them in Hermes' form, which is
+    tokens. Models whose template has no tool support get instructions for Hermes' form, which is
     read in all formats but channels.
     """
     texts = frozenset(control_texts)

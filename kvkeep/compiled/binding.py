@@ -278,7 +278,10 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
 
 
 def multiplies_prompts(kernels: ctypes.CDLL) -> bool:
-    """Whether a library multiplies the rows of prompts; earlier builds of this interface do not."""
+    """Whether a library multiplies the rows of prompts.
+
+    False for a build of this revision without `kvkeep_prompt_product`.
+    """
     return hasattr(kernels, "kvkeep_prompt_product")
 
 

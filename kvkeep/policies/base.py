@@ -11,7 +11,7 @@ from kvkeep.compression.methods.apply import Compression
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
-# Methods and attributes by their names of earlier versions, which nothing uses any more.
+# Old hook names and their new ones: a policy that defines an old one raises TypeError.
 _RENAMED: Mapping[str, str] = {
     "calibrated": "with_calibration",
     "changed": "reconfigure",
@@ -43,11 +43,14 @@ class Policy(ABC):
     max_kv_size: int
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Raise TypeError for a policy that defines an old name, and so would be ignored."""
+        """Raise TypeError for a policy that defines an old hook name, which is never called."""
         super().__init_subclass__(**keywords)
         for name, new_name in _RENAMED.items():
             if hasattr(cls, name):
-                raise TypeError(f"{cls.__name__}.{name} is not used: rename it to {new_name}")
+                raise TypeError(
+                    f"{cls.__name__}.{name} is an old hook name that is never called: rename it to "
+                    f"{new_name}"
+                )
 
     def __post_init__(self) -> None:
         for field in fields(self):

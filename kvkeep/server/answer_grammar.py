@@ -167,7 +167,7 @@ def _first_supported(
 def _call_form(model: Model) -> str:
     """Return the name of the format in which the model writes calls.
 
-    A model whose chat template knows no tools is told to write Hermes' form.
+    A model whose chat template has no tool support gets instructions for Hermes' form.
     """
     renderer = model.renderer
     if renderer.output_format.calls and not renderer.traits.tools:

@@ -138,7 +138,7 @@ def evaluate_all(
     after each step with the number of tokens in it.
     """
     for step in evaluate(memory, ids, prefill_step):
-        if len(memory.tokens) - memory.checkpoints.end >= prefill_step:
+        if len(memory.tokens) - memory.checkpoints.newest_end >= prefill_step:
             memory.take_checkpoint()
         if progress:
             progress(step.hidden.shape[0])

@@ -253,7 +253,7 @@ class Memory:
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, serials)
         # The clock of earlier tokens moves unless as many are inserted as removed.
-        self.checkpoints = self.checkpoints.first(start if len(ids) == end - start else 0)
+        self.checkpoints = self.checkpoints.up_to(start if len(ids) == end - start else 0)
 
     # Checkpoints
 
@@ -286,7 +286,7 @@ class Memory:
         if not (self.overwrites and self.checkpoints.max_bytes > 0 and self.tokens):
             return
         oldest, total = self._oldest_usable(), len(self.tokens)
-        self.checkpoints = self.checkpoints.since(oldest)
+        self.checkpoints = self.checkpoints.from_(oldest)
         if oldest <= total and self.holds_overwritten():
             checkpoint, present = self.cache.checkpoint(total), self.checkpoints
             add = present.with_answer_end if at_answer_end else present.added
@@ -294,7 +294,7 @@ class Memory:
 
     def drop_unusable_checkpoints(self) -> None:
         """Drop checkpoints that evicted or compressed tokens have made useless."""
-        self.checkpoints = self.checkpoints.since(self._oldest_usable())
+        self.checkpoints = self.checkpoints.from_(self._oldest_usable())
 
     def _oldest_usable(self) -> int:
         """Return after how many tokens, at least, a checkpoint can be used."""
@@ -330,7 +330,7 @@ class Memory:
             self.cache.time = 0
         removed, lost_pins = self.tokens[remaining:], self.pins & set(self.serials[remaining:])
         self.tokens, self.serials = self.tokens.first(remaining), self.serials.first(remaining)
-        self.checkpoints = self.checkpoints.first(remaining)
+        self.checkpoints = self.checkpoints.up_to(remaining)
         self.hidden = self._logits = None
         if lost_pins:
             self.pins -= lost_pins
@@ -376,7 +376,7 @@ class Memory:
         """Remove and return every token, held or not."""
         removed = list(self.tokens)
         self.pins = frozenset()
-        self.checkpoints = self.checkpoints.first(0)
+        self.checkpoints = self.checkpoints.up_to(0)
         empty = Memory(self.decoder, self.policy, self.bits)
         self.cache, self.hidden, self._logits = empty.cache, None, None
         self.tokens, self.serials = empty.tokens, empty.serials

@@ -118,6 +118,7 @@ def test_a_policy_that_defines_a_method_by_its_old_name_is_refused(
 ) -> None:
     """Nothing would call it, and so the policy would silently be another one."""
     assert hasattr(Policy, new_name)
-    with pytest.raises(TypeError, match=rf"Own\.{name} is not used: rename it to {new_name}"):
+    message = rf"Own\.{name} is an old hook name that is never called: rename it to {new_name}"
+    with pytest.raises(TypeError, match=message):
         type("Own", (Sliding,), {name: lambda self, cache: 0})
     assert type("Own", (Sliding,), {new_name: lambda self, cache: 0})

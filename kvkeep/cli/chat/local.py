@@ -121,7 +121,7 @@ class LocalChat(ChatLoop):
         except StoreError as error:
             say(str(error))  # saving is tried again at the next turn
             return
-        # The current branch is in the chat's own file now, so its former file is removed.
+        # The current branch is saved in the chat's own file, so its branch file is removed.
         if saved := self._saved_branches.pop(self.branches.current_name, None):
             saved.lock.close()
             with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains

@@ -1,4 +1,4 @@
-"""Clients that `kvkeep launch` runs: how each is told a server's address, by its own settings.
+"""Clients that `kvkeep launch` runs: how each gets a server's address, by its own settings.
 
 Every setting is an argument, an environment variable or a file in a folder of the launch, so that
 no file of the user is changed and the user's other settings hold.

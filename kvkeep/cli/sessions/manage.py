@@ -36,7 +36,8 @@ def fork(
     source: str,
     target: str,
     at: int | None = integer_option(
-        minimum=0, help="Copy it as it was after N tokens, if their cells are still held."
+        minimum=0,
+        help="Copy only the first N tokens; the cell of the last of them must still be held.",
     ),
     calibration: Path | None = file_option(
         exists=True, help="With --at: the calibration that the session was created with."
