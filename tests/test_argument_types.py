@@ -47,7 +47,7 @@ def fed() -> Session:
 WHOLE_NUMBERS: dict[str, Callable[[Any], object]] = {
     "prefill_step": lambda x: MODEL.session(64, prefill_step=x),
     "set prefill_step": lambda x: setattr(fed(), "prefill_step", x),
-    "branch_at": lambda x: fed().branch_at(x),
+    "keep_checkpoint_at": lambda x: fed().keep_checkpoint_at(x),
     "set keep": lambda x: setattr(fed(), "keep", x),
     "set discard": lambda x: setattr(MODEL.session(64, policy="shift"), "discard", x),
     "rewind": lambda x: fed().rewind(x),
@@ -119,7 +119,7 @@ def test_settings_that_no_snapshot_can_hold_are_refused() -> None:
     calls: tuple[Callable[[int], object], ...] = (
         lambda x: setattr(session, "prefill_step", x),
         lambda x: setattr(session, "checkpoint_bytes", x),
-        lambda x: session.branch_at(x),
+        lambda x: session.keep_checkpoint_at(x),
         lambda x: MODEL.session(64, prefill_step=x),
     )
     for call in calls:

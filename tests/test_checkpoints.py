@@ -164,7 +164,7 @@ def test_messages_begin_at_checkpoints(model: Model) -> None:
 @pytest.mark.parametrize("written", [False, True])
 def test_a_scored_prompt_leaves_those_of_a_fed_one(model: Model, written: bool) -> None:
     session = model.session(2048, policy="full", prefill_step=STEP)
-    session.score(IDS[:120], written=written)
+    session.score(IDS[:120], token_by_token=written)
     session.score(IDS[:20])
     assert session.checkpoints == [50, 100, 120]
 

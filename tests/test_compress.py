@@ -15,7 +15,7 @@ from kvkeep.cache import Cells
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.session.compression import CompressionReport, newest_queries
+from kvkeep.session.compression import CompressionReport, reevaluate_newest_queries
 from kvkeep.session.session import Session
 from tests.examples import examples
 
@@ -192,7 +192,7 @@ def test_no_distance_exceeds_the_trained_length_after_compression() -> None:
 def test_methods_that_use_queries_see_cells_at_their_edited_positions() -> None:
     session = fed(300)
     session.delete(250, 280)
-    segment, queries = session.cache.segments[0], newest_queries(session.core.memory)
+    segment, queries = session.cache.segments[0], reevaluate_newest_queries(session.core.memory)
     assert segment.position_map.offset == -30
     cells = segment.read(4, 246)
     moved_cells = Cells(

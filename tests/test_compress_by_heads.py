@@ -16,7 +16,7 @@ from kvkeep.cache import NO_TOKEN, RaggedCells
 from kvkeep.compression.methods import METHODS, make_method
 from kvkeep.compression.methods.base import BUDGETS, Candidates, Eviction
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.compression import newest_queries
+from kvkeep.session.compression import reevaluate_newest_queries
 from kvkeep.session.session import Session
 from tests.examples import examples
 
@@ -98,7 +98,7 @@ def test_the_highest_scores_over_all_heads_are_kept(method: str) -> None:
     )
     assert isinstance(chosen, Eviction)
     if chosen.needs_queries(None):
-        candidates = replace(candidates, queries=newest_queries(session.core.memory))
+        candidates = replace(candidates, queries=reevaluate_newest_queries(session.core.memory))
     scores = torch.cat(
         [
             chosen.score(candidates.part(slice(0, 512))),

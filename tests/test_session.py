@@ -299,6 +299,24 @@ def test_score_gives_each_token_the_probability_that_the_logits_gave_it() -> Non
     assert torch.allclose(session.logits, scored.logits, atol=1e-4)
 
 
+def test_former_names_are_deprecated_aliases() -> None:
+    sampling = Sampling(temperature=1.0, seed=3)
+    session, scored = (MODEL.session(max_kv_size=64) for _ in range(2))
+    with pytest.warns(DeprecationWarning, match="use token_by_token"):
+        scores = session.score(TEXT, written=True)
+    assert torch.equal(scores[1:], scored.score(TEXT, token_by_token=True)[1:])
+    start = session.fork()
+    drawn = [session.next_token(sampling) for _ in range(4)]
+    session.rewind(4)
+    with pytest.warns(DeprecationWarning, match="use Session.reset_sampler"):
+        session.draw_anew()
+    start.reset_sampler()
+    again = [[each.next_token(sampling) for _ in range(4)] for each in (session, start)]
+    assert again == [drawn, drawn]
+    with pytest.warns(DeprecationWarning, match="use Session.keep_checkpoint_at"):
+        session.branch_at(3)
+
+
 def test_a_step_is_not_taken_in_if_what_is_asked_of_one_of_its_rows_overflows() -> None:
     model = small_model()
     asked = [1, 2]

@@ -242,7 +242,7 @@ def _chosen(
     """Return the answer that a message is; None if its reasoning may be another's."""
     if len(candidates) > 1 or candidates[0].has_reasoning:
         digest = tokens_digest(prompt)
-        for is_it in (lambda a: a.prompt == digest, lambda a: a.is_surely(message)):
+        for is_it in (lambda a: a.prompt == digest, lambda a: a.has_call_ids_of(message)):
             if answer := next(filter(is_it, candidates), None):
                 return answer
     newest = candidates[0]

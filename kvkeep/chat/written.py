@@ -71,8 +71,8 @@ class WrittenAnswer:
             bool(fields["starts_in_reasoning"]),
         )
 
-    def is_surely(self, message: Message) -> bool:
-        """Whether a message that says the same has the ids of its calls, which are random."""
+    def has_call_ids_of(self, message: Message) -> bool:
+        """Whether the message's call ids are this answer's, and one is long enough to be random."""
         call_ids = tuple(call.id for call in message.calls)
         return call_ids == self.call_ids and any(len(i) >= _RANDOM_ID for i in call_ids)
 
@@ -81,9 +81,9 @@ FindWritten = Callable[[Message], Sequence[WrittenAnswer]]
 
 
 class WrittenAnswers:
-    """The answers of each owner, by what they say; the longest unused are forgotten.
+    """An LRU cache of each owner's sampled answers, keyed by a digest of their text and calls.
 
-    An answer says its text, without white space around it, and its calls: their names and parsed
+    The digest is of the text without white space around it, and of the calls' names and parsed
     arguments. Thread-safe.
     """
 

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,10 +203,16 @@ class RemoteSession:
         """Write a snapshot under a name, for `Client.restore`."""
         return self._post("/snapshot", revision, name=name)
 
-    def stay(self, resident: bool = True, revision: int | None = None) -> Any:
-        """Set whether the session stays in memory when others need room."""
+    def set_resident(self, resident: bool = True, revision: int | None = None) -> Any:
+        """Set whether the session is resident: kept in memory when others need room."""
         body = {"resident": resident}
         return self._client.send(ApiRequest("PUT", self._path("/resident"), body, revision))
+
+    def stay(self, resident: bool = True, revision: int | None = None) -> Any:
+        """Deprecated: use `set_resident`."""
+        message = "RemoteSession.stay is deprecated: use RemoteSession.set_resident"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.set_resident(resident, revision)
 
     def set_title(self, title: str | None, revision: int | None = None) -> Any:
         """Set the session's display title; None to show its name."""

@@ -26,7 +26,7 @@ from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP_COLUMNS
 from kvkeep.models.weights.packing import Matrix
 
-# With more rows, the library's products of weights rounded to bfloat16 are faster.
+# With more rows, torch's products of weights rounded to bfloat16 are faster.
 MAX_ROWS = 16
 
 

@@ -136,8 +136,8 @@ class ModelOperands:
     def describe_matrix(self, name: str, sampled: bool, rounded: bool = False) -> c.CMatrix:
         """Describe a matrix; it has no rows if the spec does not name it. Raises KernelMismatch.
 
-        sampled: see `weight`. rounded: as if each weight had been rounded to bfloat16, as the
-        library's products read them; routers are not rounded.
+        sampled: see `weight`. rounded: as if each weight had been rounded to bfloat16, as torch's
+        products read them; routers are not rounded.
         """
         shape = self.shapes.get(EMBEDDING if name == LM_HEAD and self._tied_head else name)
         if shape is None:

@@ -30,7 +30,7 @@ from kvkeep.models.weights.formats import GROUP_COLUMNS
 from kvkeep.models.weights.packing import Matrix, as_tensor
 from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrices
 
-# Sets whose integer products were measured to be faster than the library's in float32.
+# Sets whose integer products were measured to be faster than torch's in float32.
 _INTEGER_SETS = ("amx", "avx512bf16", "avxvnni", "avx2")
 
 
@@ -63,10 +63,10 @@ def unavailable_reason() -> str:
 
 @dataclass(frozen=True)
 class PromptProducts:
-    """How prompts of bfloat16 models are multiplied by the library and by the kernels.
+    """The way in which prompts of bfloat16 models are multiplied.
 
-    dtype: of the library's products. integers: whether the kernels multiply packed matrices, as
-    integers, which they do where that is faster than the library in float32.
+    dtype: of torch's products. integers: whether the kernels multiply packed matrices, as integers,
+    which they do where that is faster than torch in float32.
     """
 
     dtype: torch.dtype

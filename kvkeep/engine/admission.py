@@ -74,11 +74,11 @@ class Admission:
         step_seconds, in_progress = self.scheduler.step_seconds, self._in_progress
         self._policy.require_slots(owner, len(listeners), in_progress, step_seconds)
         with restored_if_refused(self._registry, session_name, owner):
-            prepared = self._prepared(request, session_name, owner, revision)
+            prepared = self._prepare_session(request, session_name, owner, revision)
             record = prepared.record
             try:
                 if isinstance(request, SessionRequest):
-                    request = self._made(request, record)
+                    request = self._build_request(request, record)
                 samplings = samplings or [request.sampling]
                 self._reserve(request, prepared, samplings)
                 prepared.require_fit(request.prompt)
@@ -122,7 +122,7 @@ class Admission:
 
     # A session for a request
 
-    def _prepared(
+    def _prepare_session(
         self, request: RequestLike, session_name: str | None, owner: str, revision: int | None
     ) -> PreparedSession:
         """Return the session of a request. Raises InvalidArgument for an unfit prompt."""
@@ -131,14 +131,14 @@ class Admission:
             self._check_prompt(request, session_length=0)
             return self._session_for_prompt(request, owner)
         if isinstance(request, GenerationRequest) and request.whole_text:
-            return self._named_for_prompt(request, session_name, owner, revision)
+            return self._named_session_for_prompt(request, session_name, owner, revision)
         record = self._registry.load_idle(session_name, owner, revision)
         if isinstance(request, GenerationRequest):
             self._check_prompt(request, session_length=len(record.live.tokens))
         return PreparedSession(record, Reuse())
 
-    def _made(self, request: SessionRequest, record: SessionRecord) -> GenerationRequest:
-        """Return the request that depends on a session, if there is memory for it."""
+    def _build_request(self, request: SessionRequest, record: SessionRecord) -> GenerationRequest:
+        """Reserve memory, then build the request from its session."""
         self._registry.reserve(record, request.most_tokens(record))
         length_before = len(record.live.tokens)
         generation_request = request.make(record)
@@ -182,7 +182,7 @@ class Admission:
         match.set_token_counts(record)
         return PreparedSession(record, reuse)
 
-    def _named_for_prompt(
+    def _named_session_for_prompt(
         self, request: GenerationRequest, name: str, owner: str, revision: int | None
     ) -> PreparedSession:
         """Return a named session for a prompt that is its whole text."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -213,13 +214,21 @@ class Engine(AbstractContextManager["Engine"]):
     prepare = _engine_method(SessionOperations.prepare)
     continue_compacted = _engine_method(SessionOperations.continue_compacted)
     set_notes = _engine_method(SessionOperations.set_notes)
-    pin = _engine_method(SessionOperations.pin)
+    set_resident = _engine_method(SessionOperations.set_resident)
     set_title = _engine_method(SessionOperations.set_title)
     inspect = _engine_method(SessionOperations.inspect)
     fork = _engine_method(SessionOperations.fork)
     restore = _engine_method(SessionOperations.restore)
     delete = _engine_method(SessionOperations.delete)
     change = _engine_method(SessionOperations.change)
+
+    def pin(
+        self, name: str, owner: str, pinned: bool, revision: int | None = None
+    ) -> Future[SessionRecord]:
+        """Deprecated: use `set_resident`."""
+        message = "Engine.pin is deprecated: use Engine.set_resident"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.set_resident(name, owner, pinned, revision)
 
     def change_in_steps(
         self,

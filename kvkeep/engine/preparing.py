@@ -47,7 +47,7 @@ class PreparedSession:
             if self.resumed.take_over() and self.record.named:
                 self.record.mark_changed()
         elif self.reuse.mode == "in_place":
-            self.record.live.draw_anew()
+            self.record.live.reset_sampler()
 
 
 def prepare_named(
@@ -96,7 +96,7 @@ def _prepare_exact(
     session = match.build_session(empty_session)
     record = existing or registry.add(session, *name)
     if existing:
-        record.hold(session)
+        record.replace_session(session)
     match.set_token_counts(record)
     return record
 

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,7 +37,7 @@ _NOTED_FIELDS = {
     "droppable": "droppable_tokens",
     "changed": "first_edit",
     "parent": "parent",
-    "pinned": "pinned",
+    "pinned": "resident",
     "created": "created",
     "title": "title",
 }
@@ -61,7 +62,7 @@ class SessionRecord:
     file_bytes: int = 0  # of the file with that revision
     saving_revision: int | None = None  # the one that is being written, or was last
     save_failed_at: float = math.inf  # time of the last save, if it failed
-    pinned: bool = False  # stays in memory
+    resident: bool = False  # not evicted from memory, unless it may be lost
     pinned_until: float = 0.0  # by prefix pins, on their clock
     parent: str | None = None  # name of the session that it was forked from
     title: str | None = None  # for people, such as the beginning of a conversation
@@ -96,6 +97,13 @@ class SessionRecord:
         """The session, which must be in memory."""
         assert self.session is not None, "the session must be loaded first"
         return self.session
+
+    @property
+    def pinned(self) -> bool:
+        """Deprecated: use `resident`."""
+        message = "SessionRecord.pinned is deprecated: use SessionRecord.resident"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.resident
 
     def suggest_title(self, title: str) -> None:
         """Set a title if there is none, and the name was generated."""
@@ -135,7 +143,7 @@ class SessionRecord:
             return False
         if self.may_be_lost:
             return True
-        return not self.pinned and (not self.named or self.file is not None)
+        return not self.resident and (not self.named or self.file is not None)
 
     def snapshot_notes(self) -> dict[str, Any]:
         """Return the notes to save in a snapshot, for `restore_from` of another record."""
@@ -169,8 +177,8 @@ class SessionRecord:
         self.steps = fields.get("steps", "")
         self.compare_steps()
 
-    def hold(self, session: Session) -> None:
-        """Hold another session, of whose text no evaluation or answer is noted so far."""
+    def replace_session(self, session: Session) -> None:
+        """Replace the session by another one, and reset what is recorded about its text."""
         self.session, self.steps, self.has_other_steps = session, StepGrid.of(session).name, False
         self.forget_text()
         self.mark_changed()

@@ -103,7 +103,7 @@ class SessionRegistry:
                 file=None,
                 session=session,
                 notes={},
-                pinned=False,
+                resident=False,
                 removed=False,
             )
             self._records[unnamed.owner, unnamed.name] = unnamed

@@ -76,7 +76,7 @@ class Match:
             session.take_back(num_removed)
             self.record.sampled_length, self.record.droppable_tokens = self.reused_tokens, 0
             self.record.last_answer = None
-        session.draw_anew()
+        session.reset_sampler()
         return num_removed > 0
 
     def set_token_counts(self, new_record: SessionRecord) -> None:
@@ -91,7 +91,7 @@ class Match:
         new_record.droppable_tokens = 0
         if not self.resumes_session and self.nearest_text is not None:
             grid = StepGrid.of(new_record.live)
-            new_record.live.branch_at(grid.last_end(self.nearest_text, self.common_tokens))
+            new_record.live.keep_checkpoint_at(grid.last_end(self.nearest_text, self.common_tokens))
 
 
 @dataclass(frozen=True)

@@ -142,13 +142,16 @@ class SessionOperations:
         record.mark_changed()
         record.mark_unsaved()
 
-    def pin(
-        self, name: str, owner: str, pinned: bool, revision: int | None = None
+    def set_resident(
+        self, name: str, owner: str, resident: bool, revision: int | None = None
     ) -> SessionRecord:
-        """Set whether a session is never evicted; return it."""
+        """Set whether a session is resident, and return its record.
+
+        A resident session is not evicted from memory, unless it is borrowed or ephemeral.
+        """
         record = self._registry.load_existing(name, owner, revision)
-        if record.pinned != pinned:
-            record.pinned = pinned
+        if record.resident != resident:
+            record.resident = resident
             record.mark_changed()
             record.mark_unsaved()
         return record
@@ -260,7 +263,7 @@ class SessionOperations:
             except BaseException:
                 record.session = previous_session
                 raise
-            record.hold(session)
+            record.replace_session(session)
             self._registry.pins.keep_to_text(record)
         else:
             record = self._registry.add(session, owner, name)
@@ -277,7 +280,7 @@ class SessionOperations:
         record.require_idle()
         self._registry.pins.detach(record)
         last_used, record.notes = record.last_used, {**record.notes, **notes}
-        record.hold(self._new_session(owner))
+        record.replace_session(self._new_session(owner))
         record.last_used = last_used
         self._operation_log.add(record, "empty")
 

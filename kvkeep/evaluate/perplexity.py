@@ -1,6 +1,7 @@
 """Perplexity of a text in a bounded session, step by step."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,12 @@ class PerplexityPoint:
 
 
 def perplexity_points(
-    session: Session, ids: Sequence[int], first: int = 1, one_by_one: bool = False
+    session: Session,
+    ids: Sequence[int],
+    first: int = 1,
+    token_by_token: bool = False,
+    *,
+    one_by_one: bool | None = None,
 ) -> Iterator[PerplexityPoint]:
     """Yield the perplexity of a text after each prefill step of a new session.
 
@@ -35,12 +41,17 @@ def perplexity_points(
 
     Args:
         first: the index of the first token to score; those before are context.
-        one_by_one: evaluate each token by itself, as in decode; `written` of `Session.score`.
+        token_by_token: evaluate tokens one by one by decode steps, as `Session.score` does with it.
+        one_by_one: deprecated: use `token_by_token`.
 
     Raises:
         InvalidArgument: `first` is not an index above 0 of `ids`, or the session is not new.
         ContextFull: the policy cannot hold the whole text.
     """
+    if one_by_one is not None:
+        message = "perplexity_points(one_by_one=) is deprecated: use token_by_token"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        token_by_token = one_by_one
     if session.cache.time:
         raise InvalidArgument(
             f"perplexity needs a new session; this one has evaluated {session.cache.time} tokens"
@@ -56,17 +67,17 @@ def perplexity_points(
             f'policy "{session.policy}" holds at most {room} tokens, and the text has {len(ids)}: '
             'score fewer tokens, or use policy "sliding"'
         )
-    return _measure_steps(session, ids, first, one_by_one)
+    return _measure_steps(session, ids, first, token_by_token)
 
 
 def _measure_steps(
-    session: Session, ids: Sequence[int], first: int, one_by_one: bool
+    session: Session, ids: Sequence[int], first: int, token_by_token: bool
 ) -> Iterator[PerplexityPoint]:
     process, log_likelihood, scored_count = psutil.Process(), 0.0, 0
     recent_scores = torch.empty(0, dtype=torch.float64, device="cpu")  # at most RECENT_TOKENS
     for start in range(0, len(ids), session.prefill_step):
         chunk = ids[start : start + session.prefill_step]
-        scores = session.score(chunk, written=one_by_one)[max(0, first - start) :]
+        scores = session.score(chunk, token_by_token=token_by_token)[max(0, first - start) :]
         scored_count += len(scores)
         log_likelihood += float(scores.sum())
         recent_scores = torch.cat((recent_scores, scores))[-RECENT_TOKENS:]

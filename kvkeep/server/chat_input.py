@@ -40,9 +40,10 @@ def title_for(text: str) -> str:
     return line if len(line) <= _TITLE_LENGTH else f"{line[: _TITLE_LENGTH - 3]}..."
 
 
-class EarlyEnd:
-    """A constraint that ends a generation with the first call; until then another one or none.
+class StopAfterFirstCall:
+    """A constraint that ends the generation after its first tool call.
 
+    Until then it applies the wrapped constraint, if any.
     Tokens may be sampled behind the call before it is read, and end the generation otherwise.
     """
 
@@ -51,8 +52,10 @@ class EarlyEnd:
         self.ended = False  # with the first call
 
     @classmethod
-    def add(cls, samplings: Sequence[Sampling]) -> "tuple[list[Sampling], list[EarlyEnd]]":
-        """Return the samplings with an early end each, and these."""
+    def add(
+        cls, samplings: Sequence[Sampling]
+    ) -> "tuple[list[Sampling], list[StopAfterFirstCall]]":
+        """Return the samplings with such a constraint each, and these."""
         ends = [cls(sampling.constraint) for sampling in samplings]
         pairs = zip(samplings, ends, strict=True)
         return [replace(sampling, constraint=end) for sampling, end in pairs], ends
@@ -79,7 +82,7 @@ class EarlyEnd:
             self._constraint.accept(token)
 
 
-def is_cut_off(finished: Finished, early_end: EarlyEnd | None) -> bool:
+def is_cut_off(finished: Finished, early_end: StopAfterFirstCall | None) -> bool:
     """Whether a limit ended an answer, and neither the model nor the answer's only call."""
     ended = early_end is not None and early_end.ended
     return not ended and finished.reason in ("length", "full")

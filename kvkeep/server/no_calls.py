@@ -12,8 +12,9 @@ from kvkeep.session.sampling import Constraint
 
 
 class CallsForbidden:
-    """A constraint under which no marker of a call is completed; within another one or none.
+    """A constraint that masks every token which would complete a tool-call marker.
 
+    It masks on top of `within`, if given.
     Markers that plain text may have, such as a fence before JSON, stay possible: what follows them
     is text then.
     """

@@ -54,10 +54,10 @@ class AlignmentPlan:
     """The edits that turn a session's text into another one in place.
 
     edits: in the order of the text, one for each seam. tail: replaces the end of the text, and is
-    evaluated after all edits. kept: tokens of the common beginning, whose cells stay as they are.
-    moved: tokens whose cells stay, but were computed after another text. evaluated: all others of
-    the new text. changes: see `changed_ranges`. refilled: at most so many tokens are evaluated
-    again for windows of local layers.
+    evaluated after all edits. kept: tokens of the common prefix whose cells are reused unchanged
+    (not the policy's `keep`). moved: tokens whose cells stay, but were computed after another text.
+    evaluated: all others of the new text. changes: see `changed_ranges`. refilled: at most so many
+    tokens are evaluated again for windows of local layers.
     """
 
     edits: tuple[TokenEdit, ...]
@@ -88,9 +88,10 @@ class AlignmentPlan:
 class AlignmentReport:
     """The result of `Session.align`.
 
-    mode: "in_place", or "exact" if all after the common beginning was evaluated. reason: why it was
-    not aligned in place; "" if it was. kept, moved, evaluated: see `AlignmentPlan`; with "exact",
-    the last of the common beginning and tokens for local windows and states count as evaluated too.
+    mode: "in_place", or "exact" if all after the common prefix was evaluated. reason: why it was
+    not aligned in place; "" if it was. kept: tokens of the common prefix whose cells are reused
+    unchanged (not the policy's `keep`). moved, evaluated: see `AlignmentPlan`; with "exact", the
+    last of the common prefix and tokens for local windows and states count as evaluated too.
     """
 
     mode: AlignmentMode

@@ -290,7 +290,7 @@ def _candidates(
     sample: records queries of the repeated text.
     """
     method = plan.method
-    queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
+    queries = reevaluate_newest_queries(memory) if method.needs_queries(plan.statistics) else None
     scores, start = None, 0
     if method.reconstruction_kind:
         scored = _without_compressed(memory) if plan.keeps_scores else memory
@@ -380,7 +380,7 @@ def _report_progress(plan: CompressionPlan, cells: int) -> None:
         plan.progress(cells)
 
 
-def newest_queries(memory: Memory) -> Queries | None:
+def reevaluate_newest_queries(memory: Memory) -> Queries | None:
     """Return queries of the newest tokens, evaluated again in a fork. Raises InvalidArgument."""
     count = min(MAX_QUERIES, memory.num_rewindable - 1)
     if count < 1:

@@ -1,6 +1,7 @@
 """`Session`: a live KV cache of one text, with its token ids, policy, sampler, pins and spans."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, SupportsIndex
@@ -163,20 +164,28 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         prompt: str | Sequence[int],
         progress: Callable[[int], None] | None = None,
         special: bool = False,
-        written: bool = False,
+        token_by_token: bool = False,
+        *,
+        written: bool | None = None,
     ) -> Tensor:
         """Evaluate a prompt as `feed` does, and return the log probability of each token.
 
-        written: whether to evaluate tokens one by one, as generation does. The result differs by
-            rounding, and more where generation reads weights in fewer bits than prompts do.
+        token_by_token: evaluate tokens one by one by decode steps, as generation does. The result
+            differs by rounding, and more where generation reads weights in fewer bits than prompts
+            do.
+        written: deprecated: use `token_by_token`.
 
         Returns `[n]` float64: natural logs; NaN for the first token of a session.
         """
+        if written is not None:
+            message = "Session.score(written=) is deprecated: use token_by_token"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            token_by_token = written
         progress, ids = validation.progress(progress), self.core.encode_prompt(prompt, special)
-        written = validation.flag("written", written)
+        token_by_token = validation.flag("token_by_token", token_by_token)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
-            scores.append(score_step(self.core, ids, done, written))
+            scores.append(score_step(self.core, ids, done, token_by_token))
             count = len(scores[-1])
             done += count
             if progress:
@@ -184,10 +193,16 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         return torch.cat(scores)
 
     @computes_in_worker
-    def draw_anew(self) -> None:
+    def reset_sampler(self) -> None:
         """Reset the sampler: the next tokens are drawn as in a new session with their seed."""
         with session_transaction([self.core]) as (state,):
             state.sampler = Sampler()
+
+    def draw_anew(self) -> None:
+        """Deprecated: use `reset_sampler`."""
+        message = "Session.draw_anew is deprecated: use Session.reset_sampler"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self.reset_sampler()
 
     # Names and pins
 
@@ -337,8 +352,8 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.limited(size)
 
-    def branch_at(self, num_tokens: int) -> None:
-        """Keep a checkpoint after `num_tokens` tokens, at which another text differs from this one.
+    def keep_checkpoint_at(self, num_tokens: int) -> None:
+        """Keep a checkpoint after `num_tokens` tokens, where another text is known to differ.
 
         If there is none yet, it is taken if a prefill step ends there.
         """
@@ -347,6 +362,12 @@ class Session(SessionEdits, SessionReductions, SessionViews):
             return
         with session_transaction([self.core]) as (state,):
             state.memory.checkpoints = state.memory.checkpoints.branched(num_tokens)
+
+    def branch_at(self, num_tokens: int) -> None:
+        """Deprecated: use `keep_checkpoint_at`."""
+        message = "Session.branch_at is deprecated: use Session.keep_checkpoint_at"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self.keep_checkpoint_at(num_tokens)
 
     @property
     def keep(self) -> int:

@@ -58,7 +58,7 @@ def test_a_text_can_be_scored_token_by_token(invoke, tiny, tiny_folder: Path) ->
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode(TEXT)[:60]
     session = model.session(max_kv_size=32)
-    expected = list(perplexity_points(session, ids, one_by_one=True))[-1].perplexity
+    expected = list(perplexity_points(session, ids, token_by_token=True))[-1].perplexity
     given = ("perplexity", "-", "--to", 60, "--max-kv-size", 32, "--written", *tiny)
     result = invoke(*given, input=TEXT)
     assert result.stdout == f"perplexity {expected:.4f} of 59 tokens\n"

@@ -82,7 +82,9 @@ def test_forks_and_restored_snapshots_continue_the_session(client: Client) -> No
     assert result["cells_after"] < result["cells_before"] == cells
     assert remote.heads(1, 2)["positions"]
     assert remote.save()["saved_revision"] == remote.info()["revision"]
-    assert remote.stay()["resident"]
+    assert remote.set_resident()["resident"]
+    with pytest.warns(DeprecationWarning, match="use RemoteSession.set_resident"):
+        assert not remote.stay(False)["resident"]
     client.delete_snapshot(label)
     assert label not in [item["name"] for item in client.snapshots()]
     client.delete(name)

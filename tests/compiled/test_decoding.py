@@ -61,7 +61,7 @@ def logits_of(model: Model, settings: dict[str, object], written: int = 32) -> T
     session.feed(PROMPT[: 3 * (session.max_kv_size or len(PROMPT))])
     rows = [last(session)]
     for token in WRITTEN[:written]:
-        session.score([token], written=True)
+        session.score([token], token_by_token=True)
         rows.append(last(session))
     return torch.stack(rows)
 
@@ -173,7 +173,7 @@ def test_cells_equal_those_of_torch_to_bfloat16_rounding() -> None:
     model = packed_model(spec_of(), 4)
     sessions = [fed(each) for each in (model, by_torch(model, torch.bfloat16))]
     for session in sessions:
-        session.score([7], written=True)
+        session.score([7], token_by_token=True)
     here, there = (s.cache.segments[-1].read(0, s.cache.segments[-1].length) for s in sessions)
     assert torch.equal(here.positions, there.positions)
     for x, y in ((here.keys, there.keys), (here.values, there.values)):

@@ -111,7 +111,7 @@ def written_by(model: Model) -> Tensor:
     session.feed(TOKENS[:40])
     rows = [last(session)]
     for token in TOKENS[40:]:
-        session.score([token], written=True)
+        session.score([token], token_by_token=True)
         rows.append(last(session))
     return torch.stack(rows)
 

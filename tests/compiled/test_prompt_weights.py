@@ -137,7 +137,7 @@ def test_a_group_reads_packed_weights_as_each_session_alone() -> None:
 
 def test_score_as_written_reads_packed_weights() -> None:
     prompt, written = (PACKED.session() for _ in range(2))
-    first, second = prompt.score(PROMPT), written.score(PROMPT, written=True)
+    first, second = prompt.score(PROMPT), written.score(PROMPT, token_by_token=True)
     assert prompt.tokens == written.tokens
     assert (first[1:] - second[1:]).abs().max() > 0.1
     # As the model itself would: sampled one by one, the same tokens leave the same cells.
@@ -146,7 +146,7 @@ def test_score_as_written_reads_packed_weights() -> None:
     chosen = [session.next_token() for _ in range(10)]
     other = PACKED.session()
     other.feed(PROMPT[:1])
-    other.score(chosen, written=True)
+    other.score(chosen, token_by_token=True)
     assert all(torch.equal(*pair) for pair in zip(cells(session), cells(other), strict=True))
 
 
@@ -186,7 +186,7 @@ def test_a_prompt_as_integers_is_that_of_sampled_tokens(monkeypatch: pytest.Monk
     assert decoder.executor.name.endswith("packed weights as integers")
     session, one_by_one = model.session(), model.session()
     session.feed(PROMPT)
-    one_by_one.score(PROMPT, written=True)
+    one_by_one.score(PROMPT, token_by_token=True)
     assert relative_distance(last(session), last(one_by_one)) <= ROUNDED
     again = model.session(prefill_step=20)
     again.feed(PROMPT)
@@ -195,7 +195,7 @@ def test_a_prompt_as_integers_is_that_of_sampled_tokens(monkeypatch: pytest.Monk
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:
     prompt, written, other, by_one = (
-        list(perplexity_points(model.session(), PROMPT, one_by_one=written))[-1].perplexity
+        list(perplexity_points(model.session(), PROMPT, token_by_token=written))[-1].perplexity
         for model in (PACKED, plain(PACKED))
         for written in (False, True)
     )

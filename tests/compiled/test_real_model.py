@@ -25,7 +25,7 @@ def perplexity(model: Model, written: bool) -> float:
     ids = topic_ids(model)
     session = model.session(policy="full")
     session.feed(ids[:READ])
-    return float((-session.score(ids[READ:SCORED], written=written).mean()).exp())
+    return float((-session.score(ids[READ:SCORED], token_by_token=written).mean()).exp())
 
 
 def test_four_bit_weights_have_the_perplexity_of_their_unpacked_values(smollm2: Model) -> None:
@@ -40,7 +40,7 @@ def logits_of(model: Model) -> Tensor:
     ids, session, rows = topic_ids(model), model.session(), list[Tensor]()
     session.feed(ids[:200])
     for token in ids[200:216]:
-        session.score([token], written=True)
+        session.score([token], token_by_token=True)
         assert session.logits is not None
         rows.append(session.logits)
     return torch.stack(rows)

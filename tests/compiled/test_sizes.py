@@ -113,7 +113,7 @@ def test_decode_steps_over_any_number_of_cells(sizes: dict[str, int], bits: int 
                 missing = ids[len(session.tokens) : cells]
                 if missing:
                     session.feed(missing)
-                session.score([ids[cells]], written=True)
+                session.score([ids[cells]], token_by_token=True)
             results.append((last(sessions[0]) - last(sessions[1])).square().mean())
         errors.append(torch.stack(results))
     assert errors[1].mean() <= 1.2 * errors[0].mean()

@@ -42,7 +42,7 @@ def evaluate(model: Model, written: bool) -> tuple[Tensor, Mapping[str, Tensor]]
     session = fed(model)
     rows = [last(session)]
     for token in WRITTEN:
-        session.score([token], written=written)
+        session.score([token], token_by_token=written)
         rows.append(last(session))
     return torch.stack(rows), session.cache.recurrent_states
 

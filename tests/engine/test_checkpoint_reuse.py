@@ -116,7 +116,7 @@ def test_what_is_reserved_for_a_session_covers_its_checkpoints(
         if session.room is None or session.room < count:
             break
         if message % 3 == 0:
-            session.branch_at((len(session.tokens) + count) // 32 * 32)
+            session.keep_checkpoint_at((len(session.tokens) + count) // 32 * 32)
         reserved = max_session_bytes(session, count)
         session.feed(text(count, message + 3))
         assert session.nbytes <= reserved

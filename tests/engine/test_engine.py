@@ -106,7 +106,7 @@ def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model
     session.feed(prompt)
     written = tuple(session.next_token(DRAWN) for _ in range(COUNT))
     session.feed(more)
-    session.draw_anew()
+    session.reset_sampler()
     first = engine.generate(new_request(prompt))
     assert tuple(token for token, _ in token_logprobs(first)) == written
     second = engine.generate(new_request(prompt + written + more))

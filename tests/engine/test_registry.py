@@ -41,6 +41,7 @@ from kvkeep.engine import (
     SessionRequest,
 )
 from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.session_files import ENGINE_NOTES_KEY
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
     Busy,
@@ -68,7 +69,7 @@ def test_the_least_recently_used_session_is_evicted_and_a_pinned_one_never(tmp_p
         for name in "abc":
             engine.create(name=name).result()
             write(engine, name, 1, text(0, 60))
-        engine.pin("a", "0", True).result()
+        engine.set_resident("a", "0", True).result()
         engine.create(name="d").result()
         write(engine, "d", 1, text(1, 60))
         assert in_memory(engine) == {"a", "c", "d"}
@@ -697,10 +698,21 @@ def test_notes_and_pins_are_saved_with_a_session(tmp_path: Path) -> None:
         engine.create(name="a", notes={"one": 1}).result()
         engine.save("a").result()
         engine.set_notes("a", "0", {"two": [2]}).result()
-        engine.pin("a", "0", True).result()
+        engine.set_resident("a", "0", True).result()
     with new_engine(tmp_path) as engine:
         (record,) = engine.sessions().result()
-        assert (record.notes, record.pinned) == ({"one": 1, "two": [2]}, True)
+        assert (record.notes, record.resident) == ({"one": 1, "two": [2]}, True)
+        # The key in files of all versions.
+        assert record.snapshot_notes()[ENGINE_NOTES_KEY]["pinned"] is True
+
+
+def test_the_former_names_of_resident_are_deprecated_aliases(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a").result()
+        with pytest.warns(DeprecationWarning, match="use Engine.set_resident"):
+            record = engine.pin("a", "0", True).result()
+        with pytest.warns(DeprecationWarning, match="use SessionRecord.resident"):
+            assert record.pinned is record.resident is True
 
 
 def test_calls_to_a_closing_engine_are_cancelled(tmp_path: Path) -> None:

@@ -90,3 +90,11 @@ def test_plots_have_the_requested_file_format(suffix: str, magic: bytes, tmp_pat
     content = draw_perplexity(trace, "a title", suffix)
     assert content.startswith(magic)
     assert len(content) > 5000
+
+
+def test_the_former_name_of_token_by_token_is_a_deprecated_alias() -> None:
+    model = small_model()
+    by_tokens = list(perplexity_points(model.session(), IDS[:20], token_by_token=True))
+    with pytest.warns(DeprecationWarning, match="use token_by_token"):
+        former = list(perplexity_points(model.session(), IDS[:20], one_by_one=True))
+    assert [point.perplexity for point in former] == [point.perplexity for point in by_tokens]

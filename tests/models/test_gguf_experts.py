@@ -455,5 +455,5 @@ def test_router_weights_keep_the_precision_of_the_file(
     session = loaded.session(policy="full")
     session.feed(TOKENS[:40])
     for token in TOKENS[40:]:
-        session.score([token], written=written)
+        session.score([token], token_by_token=written)
     assert session.logits.isfinite().all()

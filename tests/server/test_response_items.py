@@ -18,7 +18,7 @@ from kvkeep.chat.output import (
     ReasoningDelta,
     TextDelta,
 )
-from kvkeep.server.chat_input import EarlyEnd
+from kvkeep.server.chat_input import StopAfterFirstCall
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems
 from kvkeep.server.openai.response_request import ResponsesRequest
 
@@ -177,7 +177,7 @@ def test_an_answer_of_one_call_ends_with_it() -> None:
             CallEnded(index),
         )
     ]
-    end = EarlyEnd(None)
+    end = StopAfterFirstCall(None)
     assert end.up_to_first_call(calls[:2]) == calls[:2]
     assert not end.complete
     assert end.up_to_first_call(calls[2:]) == calls[2:3]

@@ -102,7 +102,7 @@ def checkpoints() -> None:
         for _ in range(3):
             session.feed(TEXT)
         session.checkpoint_bytes = 10**6
-        session.branch_at(40)
+        session.keep_checkpoint_at(40)
         print(session.snapshot().save(PATH.with_name(f"golden-{name}.kvkeep"), "zstd"), "bytes")
         print(session.checkpoints, "next:", next_after_rewinds(session))
 

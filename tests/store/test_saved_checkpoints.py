@@ -146,7 +146,7 @@ def test_files_have_format_7_only_if_there_are_checkpoints(tmp_path: Path) -> No
         (MODELS["delta_net"], {"checkpoint_bytes": 0}, 6),
     ):
         session = fed(model, 100, **options)
-        session.branch_at(40)  # of models without local layers and states, it changes nothing
+        session.keep_checkpoint_at(40)  # nothing changes without local layers and states
         session.snapshot().save(path)
         assert read_header_version(path) == expected
         assert ("checkpoints" in document_of(path)) == (model is not MODEL)

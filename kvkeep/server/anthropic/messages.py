@@ -18,7 +18,7 @@ from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, m
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input, is_cut_off
+from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input, is_cut_off
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.generation_stream import GenerationStream, StreamEvent
@@ -55,9 +55,9 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     prompt, samplings = await prompt.constrain(
         samplings, body.output_schema, reasoning_budget=body.reasoning_budget
     )
-    end: EarlyEnd | None = None
+    end: StopAfterFirstCall | None = None
     if not allows_parallel_calls(body.tool_choice):
-        samplings, (end,) = EarlyEnd.add(samplings)
+        samplings, (end,) = StopAfterFirstCall.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
     answer = _AnswerReader(prompt.new_reader(stream.results[0]), end)
@@ -147,7 +147,7 @@ async def _edited_input(
 class _AnswerReader:
     """Reads a generation's events."""
 
-    def __init__(self, reader: OutputReader, end: EarlyEnd | None):
+    def __init__(self, reader: OutputReader, end: StopAfterFirstCall | None):
         """end: ends the generation with its first call; None if there may be several."""
         self._reader, self._end = reader, end
         self._events: list[OutputEvent] = []

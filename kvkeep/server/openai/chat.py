@@ -11,7 +11,7 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillPr
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
+from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.generation_stream import GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.ignored_fields import CHAT_RULES
@@ -47,9 +47,9 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     budget = body.max_reasoning_tokens
     prompt, samplings = await prompt.constrain(samplings, schema, body.grammar, budget)
     single_call = body.uses_functions or body.parallel_tool_calls is False
-    ends: Sequence[EarlyEnd | None] = [None] * len(samplings)
+    ends: Sequence[StopAfterFirstCall | None] = [None] * len(samplings)
     if single_call and prompt.chat.callable_tools:
-        samplings, ends = EarlyEnd.add(samplings)
+        samplings, ends = StopAfterFirstCall.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
     common_fields = usage.completion_fields("chatcmpl", context.service)
@@ -65,7 +65,10 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
 
 
 def _choice(
-    body: ChatRequest, prompt: ChatInput, early_end: EarlyEnd | None, result: GenerationResult
+    body: ChatRequest,
+    prompt: ChatInput,
+    early_end: StopAfterFirstCall | None,
+    result: GenerationResult,
 ) -> ChatChoice:
     tools = {tool.name: tool for tool in prompt.chat.callable_tools}
     return ChatChoice(prompt.new_reader(result), tools, early_end, body.uses_functions)

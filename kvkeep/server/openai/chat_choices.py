@@ -17,7 +17,7 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
-from kvkeep.server.chat_input import EarlyEnd, is_cut_off
+from kvkeep.server.chat_input import StopAfterFirstCall, is_cut_off
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.custom_calls import generated_input
 
@@ -32,7 +32,7 @@ class ChatChoice:
 
     reader: OutputReader
     tools: Mapping[str, Tool]
-    early_end: EarlyEnd | None = None
+    early_end: StopAfterFirstCall | None = None
     uses_functions: bool = False
     tokens: list[GeneratedToken] = field(default_factory=list)
     _events: list[OutputEvent] = field(default_factory=list)

@@ -37,8 +37,8 @@ from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
-from kvkeep.session.rendering import common_prefix_length
 from kvkeep.session.session import Session
+from kvkeep.session.token_diff import common_length
 
 router = body_router()
 _TARGET = 0.5  # of max_kv_size
@@ -120,7 +120,7 @@ async def compact_conversation(
     kept, handle = await to_thread(kept_items, items), new_handle()
     whole_ids = await _encode(body, items, context)
     kept_ids = await _encode(body, kept, context)
-    system_end = common_prefix_length(kept_ids, await _encode(body, input_items("-"), context))
+    system_end = common_length(kept_ids, await _encode(body, input_items("-"), context))
     try:
         await _compact_cells(whole_ids, kept_ids, system_end, handle, context)
         if context.engine.shares_snapshots:

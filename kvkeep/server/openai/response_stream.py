@@ -9,7 +9,7 @@ from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.chat_input import EarlyEnd, is_cut_off
+from kvkeep.server.chat_input import StopAfterFirstCall, is_cut_off
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation_stream import StreamEvent
 from kvkeep.server.openai.response_items import ItemEvent, ResponseItems
@@ -25,7 +25,7 @@ class ResponseReading:
         reader: OutputReader,
         items: ResponseItems,
         codec: TextCodec,
-        early_end: EarlyEnd | None = None,
+        early_end: StopAfterFirstCall | None = None,
     ):
         """early_end: ends the generation with its only call; None if there may be several."""
         self.status, self.reasoning_tokens = "in_progress", 0

@@ -24,7 +24,7 @@ from kvkeep.engine import Finished, GenerationRequest, PrefillProgress
 from kvkeep.errors import ContextFull, KvkeepError
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import ChatInput, EarlyEnd, chat_input
+from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input
 from kvkeep.server.errors import CONTEXT_LENGTH_CODE, ApiError, logged_api_error
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.generation_stream import GenerationStream
@@ -174,9 +174,9 @@ async def _start(body: ResponsesRequest, context: RequestContext) -> _PendingRes
         schema,
         reasoning_budget=body.max_reasoning_tokens,
     )
-    early_end: EarlyEnd | None = None
+    early_end: StopAfterFirstCall | None = None
     if body.parallel_tool_calls is False and prompt.chat.callable_tools:
-        samplings, (early_end,) = EarlyEnd.add(samplings)
+        samplings, (early_end,) = StopAfterFirstCall.add(samplings)
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
     if handle is None or service.engine.default_policy != "full":  # fewer cells than tokens

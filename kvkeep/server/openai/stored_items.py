@@ -62,7 +62,7 @@ def _drop_oldest(operations: SessionOperations, owner: str, limits: Limits, star
         count, num_bytes[is_text] = count + 1, num_bytes[is_text] + record.kept_bytes
         is_too_old = count > limits.responses_per_owner
         is_too_much = num_bytes[is_text] > limits.memory
-        if count > 1 and (is_too_old or is_too_much) and record not in kept and not record.pinned:
+        if count > 1 and (is_too_old or is_too_much) and record not in kept and not record.resident:
             surplus.append((record, is_text or is_too_old))
     for record, is_deleted in surplus[-_MAX_DROPPED:]:
         with suppress(KvkeepError, OSError):  # such as of a disk that is read-only by now

@@ -123,7 +123,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "saved_revision": record.saved_revision,
         "busy": record.busy,
         "in_memory": record.session is not None,
-        "resident": record.pinned,
+        "resident": record.resident,
         "named": record.named,
         "parent": record.parent,
         "title": record.title,

@@ -168,10 +168,13 @@ async def save(context: SessionDep) -> Response:
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(body: ResidentRequest, context: SessionDep) -> Response:
-    """Set whether a session is kept in memory when others need space."""
+    """Set whether a session is resident: kept in memory when others need room."""
     arguments = (context.name, context.owner, body.resident, context.revision)
-    run = context.engine.run
-    return await wrap_future(run(lambda operations: session_response(operations.pin(*arguments))))
+
+    def apply(operations: SessionOperations) -> Response:
+        return session_response(operations.set_resident(*arguments))
+
+    return await wrap_future(context.engine.run(apply))
 
 
 @router.put("/v1/sessions/{name}/title", response_model=None)

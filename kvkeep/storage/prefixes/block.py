@@ -222,5 +222,6 @@ def container_tokens(container: Container) -> list[int]:
 
 
 def common_prefix_length(stored: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many first tokens of a stored block and a text are equal."""
     pairs = enumerate(zip(stored, tokens, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
