@@ -23,6 +23,7 @@ from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import SessionRun
+    from kvkeep.storage.objects.paths import ReadablePath
     from kvkeep.storage.snapshots.codec import Codec
 
 _SILENT_WAIT_SECONDS = 1.0  # for standard input, before a message says so
@@ -74,18 +75,7 @@ def generate(
     """
     output.check()
     settings.check()
-    if session is not None and (cache_prompt or restore_prompt):
-        raise InvalidArgument(
-            "--session already loads and saves the session: leave out --cache-prompt and "
-            "--restore-prompt (`kvkeep sessions import` creates a session from such a file)"
-        )
-    is_stored = session is not None or cache_prompt is not None or settings.prefixes.prefix_cache
-    if codec is not None and not is_stored:
-        raise InvalidArgument(
-            "--codec is for what is saved: use --session, --cache-prompt or --prefix-cache too"
-        )
-    if cache_prompt is not None:
-        check_output_path(cache_prompt, "snapshot")
+    _check_files(session, cache_prompt, restore_prompt, codec, settings)
     store = settings.prefixes.store
     lock = nullcontext() if session is None else open_session_store(store).lock(session)
     with lock as session_file:
@@ -96,12 +86,7 @@ def generate(
 
         from kvkeep.cli.run import SessionRun
 
-        if snapshot_file is not None:
-            opened = resume(snapshot_file, settings.memory, output.progress)
-        else:
-            model = settings.memory.load(output.progress)
-            prefix_store = settings.open_prefix_cache(model, codec)
-            opened = OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
+        opened = _open_session(snapshot_file, codec, settings, output.progress)
         sampling = settings.sampling.resolve(opened.model.default_sampling, opened.seed)
         if codec is not None:
             opened.session.snapshot().require_codec(codec)  # before any prompt is evaluated
@@ -127,6 +112,42 @@ def generate(
                 limit = None if max_tokens < 0 else max_tokens
                 reason = run.generate(limit, sampling, ignore_eos, speculate=speculate)
         run.close(reason)
+
+
+def _check_files(
+    session: str | None,
+    cache_prompt: Path | None,
+    restore_prompt: Path | None,
+    codec: "Codec | None",
+    settings: memory.SessionOptions,
+) -> None:
+    """Raise InvalidArgument for options of files that exclude each other or have no effect."""
+    if session is not None and (cache_prompt or restore_prompt):
+        raise InvalidArgument(
+            "--session already loads and saves the session: leave out --cache-prompt and "
+            "--restore-prompt (`kvkeep sessions import` creates a session from such a file)"
+        )
+    is_stored = session is not None or cache_prompt is not None or settings.prefixes.prefix_cache
+    if codec is not None and not is_stored:
+        raise InvalidArgument(
+            "--codec is for what is saved: use --session, --cache-prompt or --prefix-cache too"
+        )
+    if cache_prompt is not None:
+        check_output_path(cache_prompt, "snapshot")
+
+
+def _open_session(
+    snapshot_file: "ReadablePath | None",
+    codec: "Codec | None",
+    settings: memory.SessionOptions,
+    progress: bool,
+) -> OpenedSession:
+    """Resume the session in a file, or create one if there is none."""
+    if snapshot_file is not None:
+        return resume(snapshot_file, settings.memory, progress)
+    model = settings.memory.load(progress)
+    prefix_store = settings.open_prefix_cache(model, codec)
+    return OpenedSession(model, settings.memory.new_session(model, store=prefix_store))
 
 
 def _read_piped_text() -> str:

@@ -6,10 +6,8 @@ that text of a message cannot be encoded as a control token (see `ControlTokens`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Literal
-
-from kvkeep.session.token_diff import common_length
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
@@ -148,7 +146,7 @@ def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> l
     borders = [0]
     for count in range(1, len(pieces)):
         ids_before = codec.encode_sealed("".join(pieces[:count]))
-        borders.append(max(borders[-1], common_length(ids, ids_before)))
+        borders.append(max(borders[-1], common_prefix_length(ids, ids_before)))
     return [*borders, len(ids)]
 
 
@@ -156,3 +154,12 @@ def overlap_length(left: Sequence[object], right: Sequence[object]) -> int:
     """Return the largest n for which the last n items of `left` are the first n of `right`."""
     lengths = range(min(len(left), len(right)), 0, -1)
     return next((n for n in lengths if left[-n:] == right[:n]), 0)
+
+
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many of the first ids are equal in both sequences.
+
+    Without numpy, which help does not import; `token_diff.common_length` is for long arrays.
+    """
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.rendering import (
+    common_prefix_length,
     encode_pieces,
     placeholder_for,
     split_at_text,
 )
-from kvkeep.session.token_diff import common_length
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
@@ -97,7 +97,7 @@ def count_system_tokens(codec: "TextCodec", system: str) -> int:
         system_end = system_only[len(before_system + text) :]
     # If it ends inside a word, its last token differs from that of the whole rendering.
     ids, _ = encode_pieces(codec, [before_system, text, system_end])
-    return common_length(encode_pieces(codec, pieces)[0], ids)
+    return common_prefix_length(encode_pieces(codec, pieces)[0], ids)
 
 
 def _render_first_turn(codec: "TextCodec", system: str | None, question: str) -> str:

@@ -160,6 +160,19 @@ class Snapshot:
         """
         codec = checked_codec(codec)
         basis = self._basis() if codec in LOSSY_CODECS else None
+        cache = self.memory.cache
+        checkpoints, checkpoint_tensors = checkpoints_entry(self.memory.checkpoints, cache)
+        uniform = [f"segment.{i}" for i, s in enumerate(cache.segments) if not s.compressed]
+        stored, encodings = encode(self._tensors() | checkpoint_tensors, codec, uniform, basis)
+        document = self._document(codec, encodings)
+        if self.memory.checkpoints != Checkpoints():
+            document["checkpoints"] = checkpoints
+        return write_container(
+            as_path(path), SNAPSHOT_KIND, self._min_format(codec), document, stored
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a file by name, without those of checkpoints."""
         memory, cache = self.memory, self.memory.cache
         tensors: dict[str, Tensor] = {}
         for index, segment in enumerate((*cache.segments, *cache.local_segments)):
@@ -170,10 +183,11 @@ class Snapshot:
         if (observed := cache.observed_queries) is not None:
             tensors |= {"queries": observed.vectors, "query_times": observed.times}
         states = cache.recurrent_states.items()
-        tensors |= {f"{_STATE_PREFIX}{name}": state for name, state in states}
-        checkpoints, checkpoint_tensors = checkpoints_entry(memory.checkpoints, cache)
-        uniform = [f"segment.{i}" for i, s in enumerate(cache.segments) if not s.compressed]
-        stored, encodings = encode(tensors | checkpoint_tensors, codec, uniform, basis)
+        return tensors | {f"{_STATE_PREFIX}{name}": state for name, state in states}
+
+    def _document(self, codec: Codec, encodings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the document of a file, without its checkpoints. encodings: of its tensors."""
+        memory, cache = self.memory, self.memory.cache
         window = {name: getattr(cache.window, name) for name in ("size", "discard", "moves")}
         document = {
             "fingerprint": self.fingerprint,
@@ -202,11 +216,7 @@ class Snapshot:
             document["rounded"] = rounded
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
-        if memory.checkpoints != Checkpoints():
-            document["checkpoints"] = checkpoints
-        return write_container(
-            as_path(path), SNAPSHOT_KIND, self._min_format(codec), document, stored
-        )
+        return document
 
     def save_by(self, path: str | Path | WritablePath, preferred: Codec) -> int:
         """Write the snapshot by a codec, or exactly if that codec cannot store it; see `save`.
