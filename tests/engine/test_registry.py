@@ -519,7 +519,7 @@ def test_no_session_replaces_a_file_that_was_left_unchanged(tmp_path: Path) -> N
 def test_each_answer_of_a_request_counts_as_a_generation() -> None:
     long = GenerationRequest(text(0, 20), 1_000, ignore_eos=True)
     with new_engine(running=4, running_per_owner=3) as engine:
-        with pytest.raises(NoRoom, match="4 answers, and at most 3") as refused:
+        with pytest.raises(NoRoom, match="4 generations, and at most 3") as refused:
             engine.submit_many(long, [DRAWN] * 4).result()
         assert refused.value.retry_after == math.inf
         generations = engine.submit_many(long, [DRAWN] * 2).result()
