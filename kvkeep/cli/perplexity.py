@@ -62,6 +62,13 @@ def perplexity(
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
     run = SessionRun("perplexity", OpenedSession(model, memory.new_session(model)), output)
+    run.details = {
+        "from": first,
+        "to": len(ids[:end]),
+        "token_by_token": token_by_token,
+        "prefill_step": run.session.prefill_step,
+        "scored_tokens": 0,
+    }
     points: list[PerplexityPoint] = []
     with run.reporting():
         try:
@@ -82,6 +89,7 @@ def _score(
         for point in perplexity_points(run.session, ids, first, one_by_one):
             bar.update(point.tokens - bar.n)
             points.append(point)
+            run.details["scored_tokens"] = point.scored
             if not math.isnan(point.perplexity):
                 run.perplexity = point.perplexity
                 bar.set_postfix_str(f"perplexity {point.perplexity:.2f}", refresh=False)

@@ -57,6 +57,7 @@ class SessionRun:
         self.prefix_unusable_tokens = 0
         self.prefix_differs_at: int | None = None  # see `_summary`
         self.perplexity: float | None = None  # set by `kvkeep perplexity`
+        self.details: dict[str, Any] = {}  # of the command, which the report has besides
         self.accepted_tokens, self.drafted_tokens = 0, 0  # see `Session.speculated`
         self._command, self._seed = command, seed
 
@@ -210,6 +211,7 @@ class SessionRun:
             "prefix_unusable_tokens": self.prefix_unusable_tokens,
             "saved_bytes": None if writer is None or writer.is_unsaved else writer.saved_bytes,
             "perplexity": perplexity if perplexity and math.isfinite(perplexity) else None,
+            **self.details,
             "finish_reason": finish_reason,
         }
 

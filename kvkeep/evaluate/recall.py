@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.compression.methods import best_method
+from kvkeep.compression.methods import best_method, make_method
 from kvkeep.evaluate.samples import Fact, Sample
 from kvkeep.policies import Archive
 from kvkeep.session.compression import default_method_name
@@ -82,6 +82,15 @@ def default_method(model: "Model", calibration: "Calibration | None", is_streami
     return default_method_name(model.session(policy="full").core.memory, statistics)
 
 
+def used_calibration(
+    model: "Model", method: str, calibration: "Calibration | None"
+) -> "Calibration | None":
+    """Return the calibration, or for None the stored one if sessions use it with the method."""
+    if calibration is None and make_method(parse_method(method)[0]).uses_surrogate:
+        return model.calibration
+    return calibration
+
+
 def parse_method(text: str) -> tuple[str, Any]:
     """Split METHOD or METHOD:BUDGET, such as "keydiff:heads"."""
     method, _, budget = text.partition(":")
@@ -97,6 +106,7 @@ class RecallResult:
     compressed: Recall
     uncompressed: Recall | None  # None if the text is too long for an uncompressed session
     chunks: "tuple[Compression, ...]"  # what the compression did to each chunk of cells
+    budget_cells: int | None = None  # of the session if it was compressed during prefill
 
 
 def measure_recall(session: Session, facts: Sequence[Fact]) -> Recall:
@@ -123,8 +133,9 @@ def measure_streaming_compression(
 ) -> RecallResult:
     """Prefill the text in a session that compresses as it grows, and if it fits in a full one."""
     ids, (method, budget) = model.text.encode(sample.text), parse_method(settings.method)
+    budget_cells = settings.budget_cells(len(ids))
     policy = Archive(
-        settings.budget_cells(len(ids)),
+        budget_cells,
         method=method,
         budget=budget or "",
         ratio=settings.ratio,
@@ -140,7 +151,9 @@ def measure_streaming_compression(
         full_session.feed(ids)
         uncompressed = measure_recall(full_session, sample.facts)
     compressed = measure_recall(archive_session, sample.facts)
-    return RecallResult(sample, report.tokens, compressed, uncompressed, report.compressions)
+    return RecallResult(
+        sample, report.tokens, compressed, uncompressed, report.compressions, budget_cells
+    )
 
 
 def _ask(session: Session, fact: Fact) -> Answer:
@@ -193,6 +206,7 @@ def _sample_row(result: RecallResult) -> dict[str, Any]:
         "log_probability_uncompressed": full.log_probability if full else None,
         "cells_before": result.tokens,
         "cells_after": compressed.cells,
+        "budget_cells": result.budget_cells,
         "bytes_before": full.nbytes if full else None,
         "bytes_after": compressed.nbytes,
         "merged": [chunk.merged for chunk in result.chunks],

@@ -153,3 +153,5 @@ TASKS: dict[str, Task] = {
     "frequent": WordCountTask(CODE_WORDS, counts=(12, 8, 6, 2, 1, 1), word_noun="code word"),
     "reworded": RewordedTask(),
 }
+# The answer is in several hidden sentences, so that a sample has no depth of the asked fact.
+SCATTERED_TASKS = tuple(name for name, task in TASKS.items() if isinstance(task, WordCountTask))

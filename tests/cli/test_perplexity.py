@@ -31,6 +31,9 @@ def test_the_measurement_is_printed_reported_and_plotted(
     assert figures["perplexity"] == pytest.approx(expected)
     assert (figures["prompt_tokens"], figures["generated_tokens"]) == (120, 0)
     assert figures["decode_tokens_per_s"] is None
+    expected_settings = {"from": 40, "to": 120, "token_by_token": False, "prefill_step": 50}
+    assert {name: figures[name] for name in expected_settings} == expected_settings
+    assert figures["scored_tokens"] == 80
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep import load_model
+from kvkeep import __version__, load_model
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.main import COMMANDS
 from kvkeep.compression.calibration.stored import add_calibration
@@ -58,6 +58,10 @@ def test_a_report_has_every_sample(invoke, tiny, tmp_path: Path, command: str) -
     for row in figures["each"]:
         assert len(row["key"]) == len(row["answer"]) == len(row["found_each"]) == 2
         assert row["cells_after"] < row["cells_before"]
+    assert [row["budget_cells"] for row in figures["each"]] == [None] * 3
+    settings = ("device", "dtype", "weights", "prefill_step", "max_kv_size", "calibration")
+    assert [figures[name] for name in settings] == ["cpu", "float32", None, 512, None, None]
+    assert figures["kvkeep"] == __version__
     depths = [row["depth"] for row in figures["each"]]
     assert depths == pytest.approx([0, 50, 100], abs=5)
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -74,6 +78,21 @@ def test_a_task_may_be_hidden_in_either_text(invoke, tiny, tmp_path: Path, task:
     assert figures["keys"] == TASKS[task].key_types[0]
     [row] = figures["each"]
     assert len(row["found_each"]) == len(row["key"])
+
+
+def test_a_report_names_the_calibration(invoke, tiny, tiny_folder: Path, tmp_path: Path) -> None:
+    model = load_model(str(tiny_folder), dtype="float32")
+    calibration = calibrate(model, [token % 200 + 1 for token in range(1536)])
+    file, report = tmp_path / "my.kvcal", tmp_path / "report.json"
+    calibration.save(file)
+    asked = ("passkey", "--junk", 20, "--calibration", file, "--report", report)
+    result = invoke(*asked, "--streaming", "--ratio", 3, *tiny)
+    assert result.exit_code == 0, result.stderr
+    figures = json.loads(report.read_text())
+    assert figures["calibration"] == "my.kvcal"
+    assert figures["calibration_digest"] == calibration.digest
+    [row] = figures["each"]
+    assert row["budget_cells"] == -(-row["cells_before"] // 3)
 
 
 def test_the_same_seed_gives_the_same_result(invoke, tiny, tmp_path: Path) -> None:
@@ -95,6 +114,7 @@ def test_memory_can_be_compressed_during_prefill(invoke, tiny, tmp_path: Path) -
     assert result.exit_code == 0, result.stderr
     figures = json.loads(report.read_text())
     assert figures["streaming"]
+    assert (figures["max_kv_size"], figures["each"][0]["budget_cells"]) == (1024, 1024)
     assert figures["cells_after"] <= 1024 < figures["cells_before"]
     assert figures["found_uncompressed"] is not None
 
@@ -128,7 +148,10 @@ def test_the_method_is_that_of_compress_or_an_archive(
         result = invoke(*asked, "--report", report)
         assert result.exit_code == (0 if method else 2), result.stderr
         if method:
-            assert json.loads(report.read_text())["method"] == method
+            figures = json.loads(report.read_text())
+            assert figures["method"] == method
+            is_used = is_calibrated and method == "kvzap"
+            assert figures["calibration_digest"] == (model.calibration.digest if is_used else None)
             assert f"method = {method}\n" in result.stdout
             assert f"{method}, ratio 2 | " in result.stderr
 
@@ -188,10 +211,12 @@ def test_bad_input_is_refused_before_the_model_loads(
     [
         (["--task", "third"], "'third' is not one of"),
         (["--task", "common", "--keys", "number"], "expected one of words; found 'number'"),
+        (["--task", "common", "--depths", "0,50"], "has no depth: leave out --depths"),
+        (["--task", "frequent", "--plot", "plot.png"], "has no depth: leave out --plot"),
         (["--haystack", "novel"], "'novel' is not one of"),
     ],
 )
-def test_an_unknown_task_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
+def test_an_impossible_task_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
     result = invoke("needle", *arguments, "-m", "no-such-model")
     assert result.exit_code == 2
     assert said in result.stderr

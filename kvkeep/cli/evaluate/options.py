@@ -13,10 +13,12 @@ from kvkeep.cli.options import choice_option, file_option, integer_option, optio
 from kvkeep.evaluate.haystack import MANUAL, TEXTS, Haystack
 from kvkeep.evaluate.plots import check_plottable
 from kvkeep.evaluate.samples import KEY_TYPES, Placement
+from kvkeep.evaluate.tasks import SCATTERED_TASKS
 from kvkeep.types import DtypeName, WeightFormat
+from kvkeep.version import __version__
 
 if TYPE_CHECKING:
-    from kvkeep import Model
+    from kvkeep import Calibration, Model
 
 
 def comma_separated(parse: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
@@ -37,6 +39,18 @@ class ModelOptions:
 
     def load(self, progress: bool) -> "Model":
         return load_by_name(self.model, self.dtype, self.device, self.weights, progress)
+
+    def record(self, calibration: "Calibration | None") -> dict[str, Any]:
+        """Return the settings of a result. calibration: the one in use; it may be a stored one."""
+        return {
+            "kvkeep": __version__,
+            "device": self.device,
+            "dtype": self.dtype,
+            "weights": self.weights,
+            "prefill_step": self.prefill_step,
+            "calibration": self.calibration.name if self.calibration else None,
+            "calibration_digest": calibration.digest if calibration else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,12 @@ class RecallOptions:
             raise click.UsageError(
                 "--max-kv-size bounds the cache of --streaming only: add --streaming, or leave it "
                 "out"
+            )
+        if self.task in SCATTERED_TASKS and (self.depths is not None or self.plot is not None):
+            flag = "--depths" if self.depths is not None else "--plot"
+            raise click.UsageError(
+                f"task {self.task!r} hides its answer in several sentences, so that it has no "
+                f"depth: leave out {flag}"
             )
         if self.plot is not None:
             check_plottable(self.plot)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvkeep import Model
+from kvkeep import Calibration, Model
 from kvkeep.cli.compression import load_calibration_file
 from kvkeep.cli.evaluate.options import ModelOptions, RecallOptions
 from kvkeep.cli.options import OutputOptions
@@ -37,6 +37,7 @@ class RecallRun:
     output: OutputOptions
     results: list[recall.RecallResult] = field(default_factory=list)
     method: str = field(init=False)
+    calibration: Calibration | None = field(init=False, default=None)  # the one in use
 
     def run(self) -> None:
         """Measure and print all samples, then report. After an error, report what there is."""
@@ -45,8 +46,9 @@ class RecallRun:
         self.method = options.method or recall.default_method(
             self.model, calibration, options.streaming
         )
+        self.calibration = recall.used_calibration(self.model, self.method, calibration)
         compression = recall.CompressionSettings(
-            self.method, self.ratio, options.seed, calibration, options.max_kv_size
+            self.method, self.ratio, options.seed, self.calibration, options.max_kv_size
         )
         try:
             self._measure(compression)
@@ -126,11 +128,13 @@ class RecallRun:
         report = {
             "command": self.command,
             "model": self.model.name,
+            **self.model_options.record(self.calibration),
             "task": options.task,
             **self.settings,
             "method": self.method,
             "ratio": self.ratio,
             "streaming": options.streaming,
+            "max_kv_size": options.max_kv_size,
             "seed": options.seed,
             **summary,
             "finish_reason": finish_reason,
