@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.session.session import Session
 
 UNCOMPRESSED = "uncompressed"  # the method of the baseline, at ratio 1
+_LATER_FIELDS = ("device", "fingerprint")  # of the metadata; files of earlier versions lack them
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,11 @@ class Grid:
 
     def require_same_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Raise InvalidArgument if other results, with this metadata, cannot be merged."""
-        for name in {**self.metadata, **metadata}:
+        names = {**self.metadata, **metadata}
+        for name in _LATER_FIELDS:
+            if name not in self.metadata or name not in metadata:
+                names.pop(name, None)
+        for name in names:
             if self.metadata.get(name) != metadata.get(name):
                 raise InvalidArgument(
                     f"the results are from different grids: {name} is {self.metadata.get(name)!r} "
@@ -115,11 +120,14 @@ def measure_sample(
     calibration: "Calibration | None" = None,
     prefill_step: int = 512,
     kv_bits: KvBits | None = None,
+    skip: Callable[[GridSetting, InvalidArgument], None] | None = None,
 ) -> Iterator[GridResult]:
     """Prefill a text once, and measure a compressed fork for each setting.
 
-    kv_bits: of all cells, also the uncompressed ones. Raises ContextFull if the text is too long
-    for the model, InvalidArgument if it has no tokens before the continuation.
+    kv_bits: of all cells, also the uncompressed ones. skip: called for each setting that this text
+    cannot be compressed with, which is then left out; None to raise InvalidArgument. Raises
+    ContextFull if the text is too long for the model, InvalidArgument if it has no tokens before
+    the continuation.
     """
     session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)
@@ -134,7 +142,14 @@ def measure_sample(
         fork = session.fork()
         if setting.method != UNCOMPRESSED:
             seed = setting.seed + setting.sample
-            CompressionSettings(setting.method, setting.ratio, seed, calibration).compress(fork)
+            compression = CompressionSettings(setting.method, setting.ratio, seed, calibration)
+            try:
+                compression.compress(fork)
+            except InvalidArgument as error:
+                if skip is None:
+                    raise
+                skip(setting, error)
+                continue
         yield _measure(fork, setting, sample, ids[context_tokens:])
 
 

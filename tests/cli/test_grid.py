@@ -90,9 +90,15 @@ def test_a_grid_has_one_haystack_and_records_it(invoke, tiny, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "earlier"),
-    [("calibration_digest", "0" * 64), ("prefill_step", 64), ("kvkeep", "0.1.0")],
+    [
+        ("calibration_digest", "0" * 64),
+        ("prefill_step", 64),
+        ("kvkeep", "0.1.0"),
+        ("device", "cuda"),
+        ("fingerprint", "0" * 64),
+    ],
 )
-def test_a_grid_of_another_calibration_step_or_release_is_not_continued(
+def test_a_grid_of_another_calibration_step_release_device_or_model_is_not_continued(
     invoke, tiny, tmp_path: Path, name: str, earlier: object
 ) -> None:
     out, calibration = tmp_path / "grid.json", tmp_path / "my.kvcal"
@@ -110,12 +116,14 @@ def test_a_grid_of_another_calibration_step_or_release_is_not_continued(
     assert f"{name} is {earlier!r} in one" in refused.stderr
 
 
-def test_older_files_without_a_haystack_are_of_the_manual(invoke, tiny, tmp_path: Path) -> None:
+def test_older_files_without_later_fields_are_continued(invoke, tiny, tmp_path: Path) -> None:
+    """Older files do not say which text, and it was the manual."""
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "needle", "--out", out, *tiny)
     assert invoke(*asked, "--samples", 1).exit_code == 0
     earlier = json.loads(out.read_text())
-    del earlier["about"]["haystack"], earlier["about"]["kv_bits"]
+    for name in ("haystack", "kv_bits", "device", "fingerprint"):
+        del earlier["about"][name]
     out.write_text(json.dumps(earlier))
     assert invoke(*asked, "--samples", 1, "--resume").exit_code == 0
     assert json.loads(out.read_text())["readings"] == earlier["readings"]
@@ -183,8 +191,8 @@ def test_files_of_several_runs_are_merged(invoke, tiny, tmp_path: Path) -> None:
         (["--out", "/no/such/folder/grid.json"], "cannot be written"),
         (["--plot", "plot.gif"], "must end in one of .png"),
         (["--into", Path(__file__).with_name("conftest.py")], "must have the lines <!-- grid -->"),
-        (["--from", __file__], "was not written by `kvkeep grid --out`"),
         (["--from", __file__, "--out", "x.json"], "--from measures nothing"),
+        (["--from", __file__], "--from shows all results of its files: leave out --model"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
@@ -193,3 +201,37 @@ def test_bad_input_is_refused_before_the_model_loads(invoke, arguments, said) ->
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "was not written by `kvkeep grid --out`"),
+        (["--prefill-step", 7], "leave out --prefill-step"),
+        (["--dtype", "float32"], "leave out --dtype"),
+        (["--weights", "int4"], "leave out --weights"),
+        (["--calibration", __file__], "leave out --calibration"),
+        (["--samples", 3], "leave out --samples"),
+    ],
+)
+def test_earlier_results_are_shown_without_options_of_a_measurement(
+    invoke, arguments, said
+) -> None:
+    result = invoke("grid", "--from", __file__, *arguments)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+
+
+def test_an_impossible_setting_is_left_out(invoke, tiny, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    asked = ("grid", "--tasks", "several", "--junk", 8, "--methods", "random", "--samples", 2)
+    measured = invoke(*asked, "--ratios", "1.5,16", "--out", out, *tiny)
+    assert measured.exit_code == 0, measured.stderr
+    rows = json.loads(out.read_text())["readings"]
+    assert [(row["sample"], row["ratio"]) for row in rows] == [(0, 1), (0, 1.5), (1, 1), (1, 1.5)]
+    assert measured.stderr.count("several, random at ratio 16: left out where") == 1
+    assert "| several | 1.5×, " in measured.stdout
+    resumed = invoke("grid", "--out", out, "--resume", "--ratios", "1.5,2")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert {row["ratio"] for row in json.loads(out.read_text())["readings"]} == {1, 1.5, 2}

@@ -2,29 +2,30 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from tqdm import tqdm
 
 from kvkeep.cli.compression import check_calibrated, load_calibration_file
 from kvkeep.cli.evaluate.grid_options import GridFiles, GridOptions, options_json, restore_options
 from kvkeep.cli.evaluate.options import ModelOptions, load_haystack
 from kvkeep.cli.options import NO_PROGRESS_OPTION, command, option_group
-from kvkeep.cli.output import progress_bar
+from kvkeep.cli.output import progress_bar, say
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.datasets import Dataset
 from kvkeep.evaluate.grid_table import grid_markdown, page_with_grid
 from kvkeep.evaluate.haystack import MANUAL
 from kvkeep.evaluate.plots import draw_grid
 from kvkeep.storage.files.atomic import write_atomic, write_json
-from kvkeep.version import __version__
 
 if TYPE_CHECKING:
     from kvkeep import Model
     from kvkeep.compression.calibration.calibration import Calibration
-    from kvkeep.evaluate.grid import Grid
+    from kvkeep.evaluate.grid import Grid, GridSetting
 
 
 @command(short_help="Measure all compression methods on all tasks.")
@@ -56,8 +57,7 @@ def grid(
     passkey_datasets = plan.passkey_datasets()
     model = options.load(not no_progress)
     calibration = load_calibration_file(options.calibration, model)
-    digest = calibration.digest if calibration else None
-    grid_results = _open_grid(files.out, plan, options, model.name, digest)
+    grid_results = _open_grid(files.out, plan, options, model, calibration)
     try:
         datasets = dict(passkey_datasets)
         if any(task not in passkey_datasets for task in plan.tasks):
@@ -87,12 +87,13 @@ def _measure(
     from kvkeep.evaluate.grid import measure_sample
 
     total = plan.samples * len(plan.tasks)
+    skip = _skip_printer()
     with progress_bar(total, progress, desc="measuring", unit=" samples", leave=False) as bar:
         for index, task in itertools.product(range(plan.samples), plan.tasks):
             if missing := grid.missing_settings(task, plan.seed, index, plan.methods, plan.ratios):
                 sample = datasets[task].sample(index)
                 new_results = measure_sample(
-                    model, sample, missing, calibration, options.prefill_step, plan.kv_bits
+                    model, sample, missing, calibration, options.prefill_step, plan.kv_bits, skip
                 )
                 try:
                     for result in new_results:
@@ -102,24 +103,35 @@ def _measure(
             bar.update(1)
 
 
+def _skip_printer() -> "Callable[[GridSetting, InvalidArgument], None]":
+    """Return a function that prints why a setting has no result, once for all samples of a task."""
+    printed = set[tuple[str, str, float]]()
+
+    def skip(setting: "GridSetting", error: InvalidArgument) -> None:
+        key = setting.task, setting.method, setting.ratio
+        if key not in printed:
+            printed.add(key)
+            name = f"{setting.task}, {setting.method} at ratio {setting.ratio:g}"
+            with tqdm.external_write_mode(file=sys.stderr):  # above the progress bar
+                say(f"{name}: left out where it is impossible: {error}")
+
+    return skip
+
+
 def _open_grid(
     out: Path | None,
     plan: GridOptions,
     options: ModelOptions,
-    model_name: str,
-    calibration_digest: str | None,
+    model: "Model",
+    calibration: "Calibration | None",
 ) -> "Grid":
     """Return the grid in the file `out`, or a new one. Raises InvalidArgument if it differs."""
     from kvkeep.evaluate.grid import Grid
 
     metadata = {
-        "model": model_name,
-        "dtype": options.dtype,
-        "weights": options.weights,
-        "calibration": options.calibration.name if options.calibration else None,
-        "calibration_digest": calibration_digest,
-        "prefill_step": options.prefill_step,
-        "kvkeep": __version__,
+        "model": model.name,
+        "fingerprint": model.fingerprint.digest(),
+        **options.record(calibration),
         "junk": plan.junk,
         "tokens": plan.tokens,
         "haystack": plan.haystack,

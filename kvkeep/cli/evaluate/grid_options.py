@@ -134,7 +134,8 @@ class GridFiles:
         """Raise InvalidArgument, before hours of work, if results cannot be written."""
         if self.earlier_paths and (self.out or self.resume):
             raise InvalidArgument("--from measures nothing: leave out --out and --resume")
-        settings = [field.name for field in fields(GridOptions) if is_in_command_line(field.name)]
+        names = [field.name for record in (GridOptions, ModelOptions) for field in fields(record)]
+        settings = [name for name in names if is_in_command_line(name)]
         if self.earlier_paths and settings:
             flag = settings[0].replace("_", "-")
             raise InvalidArgument(f"--from shows all results of its files: leave out --{flag}")
