@@ -71,11 +71,12 @@ class Paired:
 class Endless:
     """Result of an endless run. Fields are null if too few tokens were generated for them.
 
-    median_ms: of all tokens; group_median_ms: of each full group. ratio: median of the last full
-    group over that of the second (the first may include warm-up). slowest_at: tokens generated
-    before the slowest. kv_bytes: of keys and values at the end. recurring_ms: the slowest token by
-    its fastest time over all rounds, which excludes random stops of the machine; null for one
-    round. rss_young_bytes: after `plan.young` tokens; rss_end_bytes: after the last.
+    median_ms: of all tokens; group_median_ms: of each full group. ratio: median of the last
+    full group over that of the second (the first may include warm-up). slowest_at: tokens
+    generated before the slowest. kv_bytes: of keys and values at the end. recurring_ms: the
+    slowest token by its fastest time over all rounds, which excludes random stops of the
+    machine; null for one round. fastest_median_ms: of these fastest times. recurring_to_median:
+    over it. rss_young_bytes: after `plan.young` tokens; rss_end_bytes: after the last.
     """
 
     plan: Plan
@@ -91,6 +92,7 @@ class Endless:
     slowest_to_median: float
     recurring_ms: float | None
     recurring_at: int | None
+    fastest_median_ms: float | None
     recurring_to_median: float | None
     max_kv_size: int
     max_cells: int
@@ -204,6 +206,7 @@ def _result(
         for end in range(plan.group, len(seconds) + 1, plan.group)
     )
     slowest, recurring = max(seconds), max(fastest) if fastest else None
+    fastest_median = median(fastest) if fastest else None
     return Endless(
         plan=plan,
         prompt_tokens=prompt_tokens,
@@ -218,7 +221,10 @@ def _result(
         slowest_to_median=rounded(slowest / middle),
         recurring_ms=None if recurring is None else _milliseconds(recurring),
         recurring_at=fastest.index(recurring) if fastest and recurring else None,
-        recurring_to_median=None if recurring is None else rounded(recurring / middle),
+        fastest_median_ms=None if fastest_median is None else _milliseconds(fastest_median),
+        recurring_to_median=rounded(recurring / fastest_median)
+        if recurring and fastest_median
+        else None,
         max_kv_size=session.max_kv_size,
         max_cells=max(record.cells),
         kv_bytes=session.cache.nbytes,
