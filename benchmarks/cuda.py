@@ -135,7 +135,7 @@ def measure(pair: Pair, device: torch.device, new_tokens: int) -> Iterator[Readi
             ways["kvkeep, one step"] = partial(_prefill, pair.model, ids, count)
         ways["transformers"] = partial(_forward, pair.reference, ids, device)
         for way, run in ways.items():
-            seconds = median(_timed(run, device) for _ in range(ROUNDS + 1))
+            seconds = _median_seconds(run, device)
             yield Reading(pair.name, "prefill", way, count, 0, count / seconds)
     growing = pair.model.session(policy="full")
     growing.feed(prompt_ids(pair, CONTEXT))
@@ -145,9 +145,8 @@ def measure(pair: Pair, device: torch.device, new_tokens: int) -> Iterator[Readi
         ring.feed(prompt_ids(pair, 2 * RING))
         sessions.append(("full ring", way, RING, ring))
     for what, way, context, session in sessions:
-        run = partial(_decode, session, new_tokens)
-        _decode(session, 8)
-        seconds = median(_timed(run, device) for _ in range(ROUNDS))
+        run = partial(_decode, session, new_tokens, what == "growing context")
+        seconds = _median_seconds(run, device)
         yield Reading(pair.name, what, way, new_tokens, context, new_tokens / seconds)
     for context in (CONTEXT, RING):
         ids = prompt_ids(pair, context)
@@ -160,7 +159,10 @@ def _prefill(model: Model, ids: list[int], prefill_step: int) -> None:
     model.session(policy="full", prefill_step=prefill_step).feed(ids)
 
 
-def _decode(session: Session, count: int) -> None:
+def _decode(session: Session, count: int, in_fork: bool) -> None:
+    """Sample tokens. in_fork: the session stays as it is, so that each run begins with it."""
+    if in_fork:
+        session = session.fork()
     for _ in range(count):
         session.next_token()
 
@@ -186,6 +188,12 @@ def _generated_per_second(
     first = median(_timed(lambda: generate(1), device) for _ in range(ROUNDS))
     whole = median(_timed(lambda: generate(new_tokens + 1), device) for _ in range(ROUNDS - 1))
     return new_tokens / (whole - first)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median of `ROUNDS` runs, after one that is not counted."""
+    run()
+    return median(_timed(run, device) for _ in range(ROUNDS))
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
