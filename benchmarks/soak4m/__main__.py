@@ -22,7 +22,6 @@ from pathlib import Path
 import click
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
-from benchmarks.machine import describe_machine
 from benchmarks.soak4m.plot import draw_runs
 from benchmarks.soak4m.report import run_report, table, with_windows_report
 from benchmarks.soak4m.runs import Plan, Run, all_runs
@@ -72,13 +71,15 @@ def soak4m(
         raise InvalidArgument(f"--only must be one of {', '.join(runs)}; found {unknown.pop()}")
     folder.mkdir(parents=True, exist_ok=True)
     earlier = stored_reports(out)
-    for run in [runs[name] for name in names] or runs.values():
+    chosen = {name: run for name, run in runs.items() if name in names} or runs
+    complete_reports(chosen, folder)  # before hours of work: other settings are refused
+    for run in chosen.values():
         _complete(run, folder, {"model": name, "tokens": tokens, "plan": asdict(plan)})
-        reports = in_order(runs, earlier | complete_reports(runs, folder))
+        reports = in_order(runs, earlier | complete_reports(chosen, folder))
         write_json(out, {"runs": reports})
         if plot is not None:
             write_atomic(plot, draw_runs(reports, plot.suffix))
-    click.echo(table(in_order(runs, earlier | complete_reports(runs, folder))))
+    click.echo(table(in_order(runs, earlier | complete_reports(chosen, folder))))
 
 
 def stored_reports(path: Path | None) -> dict[str, dict[str, object]]:
@@ -108,7 +109,7 @@ def complete_reports(runs: dict[str, Run], folder: Path) -> dict[str, dict[str, 
     """Return the reports of the runs that were seen to their end, by name."""
     states = {name: State.load(folder / f"{name}.json", run) for name, run in runs.items()}
     return {
-        name: {"machine": asdict(describe_machine()), **run_report(state, runs[name], folder)}
+        name: run_report(state, runs[name], folder)
         for name, state in states.items()
         if state.is_complete
     }

@@ -18,6 +18,7 @@ def run_report(state: State, run: Run, folder: Path) -> dict[str, Any]:
     listing = (folder / f"{run.text_name}.json").read_bytes()
     return {
         "settings": {"model": Path(run.model).name, **run.settings, **asdict(run.plan)},
+        "machines": state.machines,
         "random_weights": run.is_random,
         "tokens": state.tokens,
         "text": {

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.soak4m.runs import Run
 from kvkeep.errors import InvalidArgument
@@ -47,6 +48,7 @@ class State:
     """Progress of a run, kept in a file. logits, next_logits: digests at the snapshot.
 
     next_logits: after one more step; None if the process did not get there. lives: processes.
+    machines: of each life; None for those of earlier versions, which did not record it.
     """
 
     run: dict[str, object]
@@ -56,6 +58,7 @@ class State:
     lives: int = 0
     windows: list[Window] = field(default_factory=list)
     restored: list[Restored] = field(default_factory=list)
+    machines: list[dict[str, Any] | None] = field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path, run: Run) -> "State":
@@ -71,6 +74,7 @@ class State:
             )
         saved["windows"] = [Window(**window) for window in saved["windows"]]
         saved["restored"] = [Restored(**restored) for restored in saved["restored"]]
+        saved.setdefault("machines", [None] * saved["lives"])
         return cls(**saved)
 
     @property

@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from benchmarks.figures import rounded
+from benchmarks.machine import describe_machine
 from benchmarks.soak4m.runs import Plan, Run, all_runs, new_session, open_model, stored_calibration
 from benchmarks.soak4m.state import Restored, State, Window
 from benchmarks.soak4m.text import Text, default_roots, make_text, stored_text
@@ -65,6 +66,7 @@ class Life:
     def _open(self) -> Session:
         state = self.state
         state.lives += 1
+        state.machines.append(asdict(describe_machine()))
         if not state.tokens:
             return self._new_session()
         snapshot = Snapshot.load(self._snapshot_path(state.tokens))

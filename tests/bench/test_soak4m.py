@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
+from click.testing import CliRunner
 from small_models import small_model
 
+import benchmarks.soak4m.__main__ as soak4m
 from benchmarks.soak4m.__main__ import in_order, stored_reports
 from benchmarks.soak4m.plot import draw_runs
 from benchmarks.soak4m.report import run_report, table, windows_report, with_windows_report
@@ -84,8 +87,12 @@ def test_a_killed_run_goes_on_as_one_that_was_not(roots: dict[str, Path], tmp_pa
         (160, True, True),
     ]
     assert lines[-1].startswith("sliding-32: 230 of 230 tokens, perplexity ")
+    assert [machine and machine["threads"] for machine in state.machines] == [
+        torch.get_num_threads()
+    ] * 3
     assert [path.name for path in killed.glob("*.kvkeep")] == ["sliding-32-230.kvkeep"]
     report = run_report(state, RUN, killed)
+    assert report["machines"] == state.machines
     assert [report["restored"], report["restored_same_next"], report["compared"]] == [2, 2, 3]
     assert "2 of 2" in table({"sliding-32": report})
     assert draw_runs({"sliding-32": report}, ".png").startswith(b"\x89PNG")
@@ -134,6 +141,40 @@ def test_a_session_that_goes_on_with_other_logits_is_reported(
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidArgument, match="of a run with other settings"):
         live(folder, replace(RUN, settings={"max_kv_size": 64}))
+
+
+def test_a_state_of_an_earlier_version_has_no_machines(
+    roots: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    path = folder / "sliding-32.json"
+    live(folder, RUN)
+    document = json.loads(path.read_text())
+    del document["machines"]
+    path.write_text(json.dumps(document))
+    assert State.load(path, RUN).machines == [None]
+    assert [machine is None for machine in live(folder, RUN).state.machines] == [True, False]
+
+
+def test_states_of_other_settings_are_refused_before_hours_of_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --only, those of the chosen runs alone."""
+    runs = all_runs("small", 5000, Plan())
+    other = State(json.loads(json.dumps(asdict(replace(runs["local-1024"], tokens=7)))))
+    (tmp_path / "local-1024.json").write_text(json.dumps(asdict(other)))
+    started = list[str]()
+
+    def begin(run: Run, folder: Path, arguments: dict[str, object]) -> None:
+        started.append(run.name)
+
+    monkeypatch.setattr(soak4m, "_complete", begin)
+    asked = ["--folder", str(tmp_path), "--tokens", "5000", "--model", "small"]
+    refused = CliRunner().invoke(soak4m.soak4m, asked)
+    assert "is of a run with other settings" in refused.output
+    assert started == []
+    done = CliRunner().invoke(soak4m.soak4m, [*asked, "--only", "sliding-512"])
+    assert (done.exit_code, started) == (0, ["sliding-512"])
 
 
 def test_a_command_that_is_killed_at_any_time_can_be_repeated(
