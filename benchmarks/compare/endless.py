@@ -4,15 +4,15 @@ Each variant prefills a text that fills its budget, and generates. Variants take
 that a machine that drifts affects all alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.compare.bench import Bench, Results
-from benchmarks.compare.plan import KEEP
+from benchmarks.compare.plan import KEEP, Plan
 from benchmarks.compare.results import Measure, Reading, Trace
 from benchmarks.figures import rounded
 from benchmarks.peers.base import Variant
-from benchmarks.peers.remote import Remote
+from benchmarks.peers.remote import PeerFailed, Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
 
@@ -37,21 +37,29 @@ def endless_measures(bench: Bench) -> list[Measure]:
 
 def endless(bench: Bench) -> Results:
     """Measure one round, with the variant of each peer that is fastest with a full budget."""
-    plan = bench.plan
-    with bench.only(_fastest(bench)).pool() as pool:
-        empty = {remote: _empty_bytes(remote, bench.ids) for remote in pool.turns(0)}
-        pool.warm_up(bench.ids, plan.budget)
-        runs = {
-            remote: _start_run(pool, remote, bench, empty[remote])
-            for remote in pool.turns(0, plan.budget)
-        }
-        with bar(sum(run.wanted for run in runs.values()), "endless") as progress:
-            for index in range(-(-plan.endless // plan.block)):
-                for remote in pool.turns(index, among=[r for r in runs if runs[r].left]):
-                    progress(runs[remote].go_on(plan.block))
-    for run in runs.values():
-        yield run.trace()
-        yield from run.readings(plan.group, plan.endless)
+    plan, runs = bench.plan, dict[Remote, _EndlessRun]()
+    try:
+        with bench.only(_fastest(bench)).pool() as pool:
+            empty = {remote: _empty_bytes(remote, bench.ids) for remote in pool.turns(0)}
+            pool.warm_up(bench.ids, plan.budget)
+            for remote in pool.turns(0, plan.budget):
+                runs[remote] = _start_run(pool, remote, bench, empty[remote])
+            with bar(sum(run.wanted for run in runs.values()), "endless") as progress:
+                for index in range(-(-plan.endless // plan.block)):
+                    for remote in pool.turns(index, among=[r for r in runs if runs[r].left]):
+                        progress(runs[remote].go_on(plan.block))
+    except (KeyboardInterrupt, PeerFailed):
+        yield from _results(runs.values(), plan)
+        raise
+    yield from _results(runs.values(), plan)
+
+
+def _results(runs: Iterable["_EndlessRun"], plan: Plan) -> Results:
+    """Yield what the runs measured; nothing of a run that ended before its first block."""
+    for run in runs:
+        if run.has_begun:
+            yield run.trace()
+            yield from run.readings(plan.group, plan.endless)
 
 
 def _empty_bytes(remote: Remote, ids: list[int]) -> int:
@@ -112,6 +120,10 @@ class _EndlessRun:
         self.remote, self.wanted, self._empty = remote, wanted, empty
         self.seconds: list[float] = []
         self._blocks: list[tuple[int, float, float, int]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._blocks)
 
     @property
     def left(self) -> int:

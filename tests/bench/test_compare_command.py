@@ -9,12 +9,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.compare.__main__ import compare
+from benchmarks.compare.endless import _EndlessRun
 from benchmarks.compare.plan import PARTS, PEERS, Plan
 from benchmarks.compare.run import PARTS_BY_NAME, BenchmarkOptions, run_benchmark
 from benchmarks.compare.tables import BEGIN, END
 from benchmarks.peers.available import PACKAGES, find_variants
 from benchmarks.peers.base import Setup
 from benchmarks.peers.gguf_files import requantised, weights_of
+from benchmarks.peers.remote import PeerFailed
 
 TINY = Plan(
     rounds=2,
@@ -98,6 +100,26 @@ def test_an_interrupt_keeps_the_parts_that_are_complete(asking: Asking) -> None:
     result = run_benchmark(asking("prefill", "decode", peers=("kvkeep",)), interrupt)
     assert result.ended == "interrupted"
     assert len(result.readings) == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerFailed("its process ended")])
+def test_an_endless_run_that_ends_early_keeps_its_blocks(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    real, blocks = _EndlessRun.go_on, list[int]()
+
+    def go_on(endless_run: _EndlessRun, block: int) -> int:
+        if len(blocks) == 2:
+            raise error
+        blocks.append(block)
+        return real(endless_run, block)
+
+    monkeypatch.setattr(_EndlessRun, "go_on", go_on)
+    result = run_benchmark(asking("endless", peers=("kvkeep",)))
+    assert result.ended == ("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
+    assert [trace.tokens for trace in result.traces] == [[50, 100]]
+    measures = ["endless/speed", "endless/slowest", "endless/held"]
+    assert [each.measure for each in result.readings] == measures
 
 
 def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) -> None:
