@@ -107,10 +107,9 @@ def main(other: Path, rounds: int, out: Path | None) -> None:
             for checkout in list(measurements) if index % 2 else list(reversed(measurements)):
                 measurements[checkout].append(measure(checkout))
                 advance(1)
-    figures = compare_rounds(*measurements.values())
+            figures = compare_rounds(*measurements.values())
+            write_json(out, result_json(figures, index + 1))
     click.echo(table(figures))
-    if out:
-        write_json(out, result_json(figures, rounds))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ model with those of `--model`, which is some hundred times faster.
 evaluate the prompt in the steps that the engine promises.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -25,9 +24,8 @@ from starlette.testclient import TestClient
 from torch import Tensor
 
 from benchmarks.agent_clients import AgentRequest, AgentShape, load_shapes, replay
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.chat.prompt_rules import select_rules
 from kvkeep.engine import Engine, Generation, GenerationRequest
@@ -44,7 +42,6 @@ from kvkeep.session.evaluation import step_end
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import equal_runs
-from kvkeep.storage.files.atomic import write_json
 
 _MIN_RUN = 8  # equal tokens that count as known already
 MUCH = 0.1  # of a prompt that is evaluated again: something far before its end changed
@@ -391,21 +388,18 @@ def agent_traces(
     out: Path | None,
 ) -> None:
     """Measure how much of each prompt of coding agents is evaluated."""
-    check_outputs(out)
-    model, machine, readings = load_model(name), describe_machine(), list[TurnReading]()
+    settings = {"model": name, "random_weights": random_weights, "scale": scale}
+    result = ResultFile(out, settings=settings)
+    model, readings = load_model(name), list[TurnReading]()
     model, shapes = random_model(model) if random_weights else model, load_shapes()
     for agent in agents or shapes:
         for mode in MODES:
             if not modes or mode.name in modes:
                 trace = run_trace(model, shapes[agent], mode, scale, check)
                 readings += trace
+                result.write(readings=readings)
                 click.echo(turn_table(trace))
     click.echo(summary_table(readings))
-    entries = [dataclasses.asdict(reading) for reading in readings]
-    settings = {"model": name, "random_weights": random_weights, "scale": scale}
-    write_json(
-        out, {"machine": dataclasses.asdict(machine), "settings": settings, "readings": entries}
-    )
 
 
 if __name__ == "__main__":

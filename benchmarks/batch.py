@@ -11,21 +11,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
 from kvkeep.models.hub.library import home
-from kvkeep.storage.files.atomic import write_json
 
 QUESTION = "\n\nIn one sentence, the text above is about"
 
@@ -58,8 +57,8 @@ def documents(model: Model, count: int, shortest: int, longest: int) -> list[str
 
 def compare(
     texts: Sequence[str], name: str, written: int, folder: Path, advance: Callable[[int], None]
-) -> tuple[float, float, float, int]:
-    """Return the seconds of the three runs, and the number of equal texts."""
+) -> Iterator[tuple[str, float]]:
+    """Yield the fields of a `Comparison` that are measured, by name."""
     common = ("-m", name, "-n", str(written), "--temperature", "0", "-q", "--no-speculate")
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(texts)]
@@ -77,19 +76,19 @@ def compare(
                 single_texts.append(text)
             advance(1)
         seconds = time.perf_counter() - start
-    times = list[float]()
-    for number, cached in enumerate((("--prefix-cache",), ())):
-        out = folder / f"out-{number}.jsonl"
+    yield "one_by_one", seconds
+    for field, cached in (("batch", ("--prefix-cache",)), ("batch_cold", ())):
+        out = folder / f"{field}.jsonl"
         start = time.perf_counter()
         _kvkeep(folder, "batch", str(prompts), "-o", str(out), *cached, *common)
-        times.append(time.perf_counter() - start)
+        yield field, time.perf_counter() - start
         advance(1)
-    answers = [json.loads(line) for line in (folder / "out-0.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (folder / "batch.jsonl").read_text().splitlines()]
     batch_texts = {int(answer["id"]): answer["text"] for answer in answers}
     equal = sum(
         batch_texts[n].rstrip("\n") == text.rstrip("\n") for n, text in enumerate(single_texts)
     )
-    return seconds, times[0], times[1], equal
+    yield "equal", equal
 
 
 def _kvkeep(home: Path, *arguments: str) -> str:
@@ -118,7 +117,8 @@ def batch(
     count: int, shortest: int, longest: int, written: int, name: str, out: Path | None
 ) -> None:
     """Compare `kvkeep batch` with single commands: seconds, and how many texts are equal."""
-    check_outputs(out)
+    settings = {"model": name, "written": written, "shortest": shortest, "longest": longest}
+    result = ResultFile(out, settings=settings)
     model = load_model(name, progress=True)
     texts = [text + QUESTION for text in documents(model, count, shortest, longest)]
     tokens = sum(len(model.text.encode(text)) for text in texts)
@@ -131,23 +131,21 @@ def batch(
         for cached in home().iterdir():  # the models, but no prefixes
             if cached.is_dir() and cached.name != "prefixes":
                 (home_folder / cached.name).symlink_to(cached)
-        comparison = Comparison(count, tokens, *compare(texts, name, written, home_folder, shown))
+        found: dict[str, Any] = {"documents": count, "tokens": tokens}
+        for field, value in compare(texts, name, written, home_folder, shown):
+            found[field] = value
+            result.write(found={field: rounded(value) for field, value in found.items()})
+    comparison = Comparison(**found)
+    result.write(
+        found={field: rounded(value) for field, value in found.items()}
+        | {"ratio": rounded(comparison.ratio)}
+    )
     click.echo(
         f"{count} documents, {tokens:,} tokens: one by one {comparison.one_by_one:.1f} s, batch "
         f"{comparison.batch:.1f} s ({comparison.ratio:.1f} times as fast; "
         f"{comparison.batch_cold:.1f} s without a cache); "
         f"{comparison.equal} of {count} texts equal"
     )
-    settings = {"model": name, "written": written, "shortest": shortest, "longest": longest}
-    result = {
-        "machine": asdict(describe_machine()),
-        "settings": settings,
-        "found": {
-            **{field: rounded(value) for field, value in asdict(comparison).items()},
-            "ratio": rounded(comparison.ratio),
-        },
-    }
-    write_json(out, result)
 
 
 if __name__ == "__main__":

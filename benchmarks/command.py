@@ -1,13 +1,14 @@
 """Shared options and error reporting of the benchmark commands."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.machine import describe_machine
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.storage.files.atomic import check_writable, write_json
@@ -34,6 +35,50 @@ class Measurement(click.Command):
             return super().invoke(ctx)
         except KvkeepError as error:
             raise click.UsageError(str(error)) from None
+
+
+class ResultFile:
+    """The file of a result, written after each part of a measurement.
+
+    So Ctrl-C or an error loses only the part that was being measured. The machine is that of the
+    start. Raises if the file could not be written.
+    """
+
+    def __init__(self, path: Path | None, **head: Any) -> None:
+        """head: of the content, besides the machine."""
+        check_outputs(path)
+        self._path, self._head = path, {"machine": asdict(describe_machine()), **head}
+
+    def write(self, **content: Any) -> None:
+        """Replace the file, if there is one, by the head and this content."""
+        plain = {name: _plain(value) for name, value in content.items()}
+        write_json(self._path, self._head | plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses, also those in lists and mappings, as JSON values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Option type: numbers of tokens, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"expected numbers above 0, separated by commas; found {text!r}")
+    return tuple(map(int, parts))
+
+
+def require_text(name: str, found: int, needed: int) -> None:
+    """Raise InvalidArgument if a text has fewer tokens than a passage of it needs."""
+    if found < needed:
+        raise InvalidArgument(
+            f"the text {name!r} has {found:,} tokens, and a passage with what follows it needs "
+            f"{needed:,}: lower --tokens"
+        )
 
 
 def write_record(out: Path | None, model: str, **values: Any) -> None:

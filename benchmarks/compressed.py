@@ -16,13 +16,11 @@ import click
 import psutil
 
 from benchmarks.apart import run_in_new_process
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.runtime.memory import trim_heap
-from kvkeep.storage.files.atomic import write_json
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,11 @@ def compressed(name: str, tokens: int, method: str, out: Path | None, one: str |
     if one is not None:
         print(json.dumps(dataclasses.asdict(measure(*json.loads(one)))))
         return
-    check_outputs(out)
-    readings = [_measure_in_new_process(name, tokens, ratio, method) for ratio in (2.0, 4.0, 8.0)]
-    for reading in readings:
+    result = ResultFile(out, model=name, tokens=tokens, method=method)
+    readings = list[CompressionSavings]()
+    for ratio in (2.0, 4.0, 8.0):
+        readings.append(reading := _measure_in_new_process(name, tokens, ratio, method))
+        result.write(readings=readings)
         click.echo(
             f"{reading.ratio:g}x: {reading.cells_before} -> {reading.cells_after} cells, "
             f"keys and values "
@@ -113,10 +113,6 @@ def compressed(name: str, tokens: int, method: str, out: Path | None, one: str |
             f"{reading.file_before / 1e6:.1f} -> {reading.file_after / 1e6:.1f} MB, "
             f"{reading.ms_per_chunk} ms a chunk"
         )
-    machine = dataclasses.asdict(describe_machine())
-    write_json(
-        out, {"machine": machine, "readings": [dataclasses.asdict(reading) for reading in readings]}
-    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ same steps without a graph show what it saves. transformers' part is the forward
 prompt, and its own `generate`, greedy.
 """
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ import click
 import torch
 from tokenizers import Tokenizer, models
 
-from benchmarks.command import Measurement, check_outputs, out_option
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.gguf_shapes import SHAPES
-from benchmarks.machine import describe_machine
 from benchmarks.peers.unpacked import unpacked_folder
 from kvkeep import Model, Session
 from kvkeep.executors import new_decoder
@@ -34,7 +32,6 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.checkpoint import decoder_tensors
-from kvkeep.storage.files.atomic import write_json
 
 PROMPTS = (512, 4096)
 CONTEXT, RING = 128, 512
@@ -219,8 +216,12 @@ def cuda(device_name: str, tokens: int, shape: str, default_model: bool, out: Pa
     """Measure prefill and decode on a GPU, by kvkeep and by transformers."""
     import transformers
 
-    check_outputs(out)
     device, readings = resolve_device(device_name), list[Reading]()
+    result = ResultFile(
+        out,
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        transformers=transformers.__version__,
+    )
     with tempfile.TemporaryDirectory() as folder:
         makers: list[Callable[[], Pair]] = [lambda: random_pair(shape, device, Path(folder))]
         if default_model:
@@ -229,19 +230,12 @@ def cuda(device_name: str, tokens: int, shape: str, default_model: bool, out: Pa
             pair = make()
             for reading in measure(pair, device, tokens):
                 readings.append(reading)
+                result.write(readings=readings)
                 click.echo(
                     f"{reading.model:<22}  {reading.what:<15}  {reading.way:<16}  "
                     f"{reading.context or reading.tokens:>5,}  {reading.tokens_per_s:>9,.0f}/s"
                 )
             del pair
-    result = {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "transformers": transformers.__version__,
-        "machine": dataclasses.asdict(describe_machine()),
-        "readings": [dataclasses.asdict(reading) for reading in readings],
-    }
-    if out is not None:
-        write_json(out, result)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,17 @@ The default model in bfloat16 generates in 512 cells; between rounds, transforme
 generates some tokens at a context of 512, so that both are measured alternately.
 """
 
-import argparse
-import json
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from benchmarks.machine import describe_machine
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.peers.unpacked import unpacked_folder
 from kvkeep.integrations.transformers import KvkeepCache
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
@@ -60,13 +58,14 @@ def generate(
     return output, times
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int, result: ResultFile) -> dict[str, Any]:
+    """Measure round after round, each of which is written; return the medians over all."""
     folder = unpacked_folder(resolve(DEFAULT_MODEL, progress=True), progress=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.train(False)
     process, cache = psutil.Process(), KvkeepCache(model, CELLS, 4)
     prompt = torch.randint(5, 40_000, (1, CELLS), generator=torch.Generator().manual_seed(1))
-    ids, rounds = prompt, []
+    ids, rounds, summary = prompt, list[dict[str, Any]](), dict[str, Any]()
     while ids.shape[1] < CELLS + tokens:
         ids, times = generate(
             model, ids, cache, min(TOKENS_PER_ROUND, CELLS + tokens - ids.shape[1])
@@ -85,29 +84,25 @@ def measure(tokens: int) -> dict[str, Any]:
             }
         )
         print(rounds[-1], flush=True)
-    ratios = [round_["ms"] / round_["dynamic_ms_at_512"] for round_ in rounds]
-    return {
-        "machine": asdict(describe_machine()),
-        "model": DEFAULT_MODEL,
-        "cells": CELLS,
-        "parts": rounds,
-        "time_against_dynamic_at_512": statistics.median(ratios),
-        "last_against_first": rounds[-1]["ms"] / rounds[0]["ms"],
-    }
+        ratios = [round_["ms"] / round_["dynamic_ms_at_512"] for round_ in rounds]
+        summary = {
+            "time_against_dynamic_at_512": statistics.median(ratios),
+            "last_against_first": rounds[-1]["ms"] / rounds[0]["ms"],
+        }
+        result.write(parts=rounds, **summary)
+    return summary
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=5000)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    result = measure(arguments.tokens)
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.option("--tokens", default=5000, type=click.IntRange(1), help="Tokens to generate.")
+@out_option
+def main(tokens: int, out: Path | None) -> None:
+    """Compare a token's time with a KvkeepCache and with a DynamicCache."""
+    summary = measure(tokens, ResultFile(out, model=DEFAULT_MODEL, cells=CELLS))
     print(
-        f"a token takes {result['time_against_dynamic_at_512']:.2f} of that with a DynamicCache "
-        f"at {CELLS}; the last ones {result['last_against_first']:.2f} of the first ones"
+        f"a token takes {summary['time_against_dynamic_at_512']:.2f} of that with a DynamicCache "
+        f"at {CELLS}; the last ones {summary['last_against_first']:.2f} of the first ones"
     )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

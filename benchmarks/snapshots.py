@@ -7,14 +7,14 @@ page cache, not from the disk.
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import click
 
-from benchmarks.command import Measurement, check_outputs, dtype_option, model_option, out_option
-from benchmarks.machine import describe_machine
+from benchmarks.command import Measurement, ResultFile, dtype_option, model_option, out_option
 from benchmarks.progress import bar
 from benchmarks.snapshots_run import (
     Copy,
@@ -29,7 +29,6 @@ from benchmarks.snapshots_run import (
 from kvkeep import load_model
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName
 
@@ -38,12 +37,12 @@ OPERATIONS = ("save", "load", "next_token")
 
 @dataclass(frozen=True)
 class Result:
-    """All timings. skipped: peers that are not installed, and why."""
+    """All timings. repeats: done. int8: None before the last. skipped: missing peers, and why."""
 
     tokens: int
     repeats: int
     ways: list[Way]
-    int8: Drift
+    int8: Drift | None
     skipped: list[str]
 
 
@@ -55,8 +54,12 @@ def measure_snapshots(
     folder: Path,
     gguf: Path | None,
     progress: Progress,
+    report: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Measure all ways. ids: the prompt. following: tokens over which drift is measured."""
+    """Measure all ways. ids: the prompt. following: tokens over which drift is measured.
+
+    report: called after each repeat.
+    """
     session = model.session(policy="full")
     session.feed(ids, progress=progress)
     uncompressed, *others = (Kvkeep(model, session, folder, c) for c in ("none", "zstd", "int8"))
@@ -65,13 +68,15 @@ def measure_snapshots(
     uncompressed.way.seconds.clear()
     copy = Copy(folder / "kvkeep-none.kvkeep")
     measured = [uncompressed, *others, copy, *peers, Prefill(model, ids)]
-    for _ in range(repeats):
+    ways = [contender.way for contender in measured]
+    for repeat in range(repeats):
         for contender in measured:
             contender.once()
         progress(len(ids))
+        report(Result(len(ids), repeat + 1, ways, None, skipped))
     restored = model.restore(Snapshot.load(folder / "kvkeep-int8.kvkeep"))
     drift = measure_drift(session, restored, following, progress)
-    return Result(len(ids), repeats, [contender.way for contender in measured], drift, skipped)
+    return Result(len(ids), repeats, ways, drift, skipped)
 
 
 def table(result: Result) -> str:
@@ -84,11 +89,11 @@ def table(result: Result) -> str:
             f"{median(way.seconds[p]) * 1e3:.1f}" if p in way.seconds else "-" for p in OPERATIONS
         ]
         lines.append(f"{way.name:<34}{size:>8}" + "".join(f"{time:>11}" for time in times))
-    drift = result.int8
-    lines.append(
-        f"int8, the next {drift.tokens} tokens: logits differ by up to {drift.largest:.3f}, "
-        f"KL {drift.kl:.2e}, perplexity {drift.perplexity:.3f} for {drift.perplexity_exact:.3f}"
-    )
+    if (drift := result.int8) is not None:
+        lines.append(
+            f"int8, the next {drift.tokens} tokens: logits differ by up to {drift.largest:.3f}, "
+            f"KL {drift.kl:.2e}, perplexity {drift.perplexity:.3f} for {drift.perplexity_exact:.3f}"
+        )
     return "\n".join(lines + [f"skipped: {reason}" for reason in result.skipped])
 
 
@@ -123,27 +128,22 @@ def snapshots(
     out: Path | None,
 ) -> None:
     """Save and load a long prompt in several ways: time, size, and what int8 costs."""
-    check_outputs(out)
+    file = ResultFile(out, settings={"model": name, "dtype": dtype, "policy": "full"})
     model = load_model(name, dtype=dtype, progress=True)
+
+    def write(result: Result) -> None:
+        file.write(**dataclasses.asdict(result))
+
     ids = model.text.encode(manual_text())[: tokens + following]
     if len(ids) < tokens + following:
         raise click.UsageError(f"the text has only {len(ids)} tokens: ask for fewer")
-    machine = describe_machine()
     steps = tokens * (1 + repeats) + following
     with tempfile.TemporaryDirectory(dir=folder) as place, bar(steps, "snapshots") as progress:
         result = measure_snapshots(
-            model, ids[:tokens], ids[tokens:], repeats, Path(place), gguf, progress
+            model, ids[:tokens], ids[tokens:], repeats, Path(place), gguf, progress, write
         )
     click.echo(table(result))
-    settings = {"model": name, "dtype": dtype, "policy": "full"}
-    write_json(
-        out,
-        {
-            "machine": dataclasses.asdict(machine),
-            "settings": settings,
-            **dataclasses.asdict(result),
-        },
-    )
+    write(result)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ short question after them, and generates one token. Compared with an engine with
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 import click
 
-from benchmarks.command import out_option
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.servers import object_store
-from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.evaluate.haystack import manual_text
-from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.objects import ObjectStore, open_object_store
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
@@ -54,13 +51,16 @@ def latencies(objects: ObjectStore) -> tuple[float, float]:
     return median(puts), median(gets)
 
 
-@click.command()
-@click.option("--tokens", default=4096, help="Length of the shared prompt.")
-@click.option("--question", default=16, help="Length of the question, in tokens.")
-@click.option("--rounds", default=5)
+@click.command(cls=Measurement)
+@click.option("--tokens", default=4096, type=click.IntRange(1), help="Length of the shared prompt.")
+@click.option(
+    "--question", default=16, type=click.IntRange(1), help="Length of the question, in tokens."
+)
+@click.option("--rounds", default=5, type=click.IntRange(1))
 @out_option
 def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
     """Measure the time to first token with a prompt that another server has evaluated."""
+    result = ResultFile(out, tokens=tokens, question=question)
     model = load_model()
     text = model.text.encode(manual_text())
     alone, stored, reused = list[float](), list[float](), list[float]()
@@ -77,22 +77,19 @@ def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
                 first_token(model, ids, SharedPrefixCache(objects, secret, model.arithmetic))
             )
             click.echo(f"{alone[-1]:.2f} s, stored {stored[-1]:.2f}, reused {reused[-1]:.2f}")
-        size = sum(stored.st_size for stored in objects.list_objects("prefixes/")) / rounds
-    ratio = median(a / b for a, b in zip(alone, reused, strict=True))
+            size = sum(x.st_size for x in objects.list_objects("prefixes/")) / (index + 1)
+            ratio = median(a / b for a, b in zip(alone, reused, strict=True))
+            result.write(
+                rounds=index + 1,
+                evaluated=rounded(median(alone)),
+                evaluated_and_stored=rounded(median(stored)),
+                reused=rounded(median(reused)),
+                ratio=rounded(ratio),
+                bytes=round(size),
+                put=rounded(put),
+                get=rounded(get),
+            )
     click.echo(f"{ratio:.1f} times as fast; a put {1e3 * put:.1f} ms, a get {1e3 * get:.1f} ms")
-    result = {
-        "machine": asdict(describe_machine()),
-        "tokens": tokens,
-        "question": question,
-        "evaluated": rounded(median(alone)),
-        "evaluated_and_stored": rounded(median(stored)),
-        "reused": rounded(median(reused)),
-        "ratio": rounded(ratio),
-        "bytes": round(size),
-        "put": rounded(put),
-        "get": rounded(get),
-    }
-    write_json(out, result)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from typing import Any
 
 import click
 
-from benchmarks.command import out_option
+from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.simulator import Fleet, Lognormal, SimulationResult, World
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.grid_table import has_section, replace_section
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 SERVERS = (1, 10, 100, 1000)
@@ -99,7 +101,7 @@ def table_row(row: dict[str, Any]) -> str:
     )
 
 
-@click.command()
+@click.command(cls=Measurement)
 @click.option("--costs", type=click.Path(exists=True, path_type=Path), required=True)
 @click.option(
     "--into", type=click.Path(exists=True, path_type=Path), help="Page whose table is replaced."
@@ -107,18 +109,25 @@ def table_row(row: dict[str, Any]) -> str:
 @out_option
 def main(costs: Path, into: Path | None, out: Path | None) -> None:
     """Simulate fleets that are too large to run here."""
-    rows = []
+    check_outputs(out, into)
+    if into is not None:
+        replaced_table(into, [])
+    rows = list[dict[str, Any]]()
     for servers in SERVERS:
         result = Fleet(world(servers), read_costs(costs)).run(SECONDS[servers], WARM_UP)
         rows.append(row_json(servers, result))
+        write_json(out, {"world": asdict(world(1)), "seconds": SECONDS, "rows": rows})
         click.echo(table_row(rows[-1]))
     if into is not None:
-        text = into.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN)
-        table = "\n".join([HEADER, *map(table_row, rows)])
-        updated = f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
-        write_atomic(into, updated.encode())
-    write_json(out, {"world": asdict(world(1)), "seconds": SECONDS, "rows": rows})
+        write_atomic(into, replaced_table(into, rows).encode())
+
+
+def replaced_table(page: Path, rows: list[dict[str, Any]]) -> str:
+    """Return the text of a page with a new table. Raises InvalidArgument without its markers."""
+    text = page.read_text(encoding="utf-8")
+    if not has_section(text, BEGIN, END):
+        raise InvalidArgument(f"{page} must have the lines {BEGIN} and {END}")
+    return replace_section(text, BEGIN, END, "\n".join([HEADER, *map(table_row, rows)]))
 
 
 if __name__ == "__main__":

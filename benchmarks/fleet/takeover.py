@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +19,9 @@ from typing import Any
 import click
 import httpx
 
-from benchmarks.command import out_option
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.servers import fleet, object_store
-from benchmarks.machine import describe_machine
-from kvkeep.storage.files.atomic import write_json
 
 ANSWER_TOKENS, KILL_AFTER = 100, 20  # tokens
 TEXT = "Once upon a time there was a small town by the sea, in which"
@@ -76,24 +73,28 @@ def _events(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
             yield kind, json.loads(line.removeprefix("data: "))
 
 
-@click.command()
-@click.option("--rounds", default=6)
+@click.command(cls=Measurement)
+@click.option("--rounds", default=6, type=click.IntRange(1))
 @out_option
 def main(rounds: int, out: Path | None) -> None:
     """Kill servers in the middle of answers, and measure the delay."""
+    file = ResultFile(out, written=ANSWER_TOKENS)
     with object_store() as store, fleet(2, store, "--max-kv-size", "512") as url:
-        results = []
+        results = list[tuple[float, float, list[int]]]()
         for index in range(rounds):
             results.append(kill_during_answer(url, index))
             click.echo(
                 f"first token after {results[-1][0]:.2f} s, all after {results[-1][1]:.2f} s"
             )
+            file.write(**summary(results))
             time.sleep(15)  # the replacement loads its model
-    equal = all(tokens == results[0][2] for _, _, tokens in results)
-    result = {
-        "machine": asdict(describe_machine()),
-        "rounds": rounds,
-        "written": ANSWER_TOKENS,
+    click.echo(json.dumps(summary(results)["whole"]))
+
+
+def summary(results: list[tuple[float, float, list[int]]]) -> dict[str, Any]:
+    """Return medians and maxima of `kill_during_answer` over the rounds."""
+    return {
+        "rounds": len(results),
         "first_token": {
             "median": rounded(median(first for first, _, _ in results)),
             "most": rounded(max(first for first, _, _ in results)),
@@ -102,10 +103,8 @@ def main(rounds: int, out: Path | None) -> None:
             "median": rounded(median(end for _, end, _ in results)),
             "most": rounded(max(end for _, end, _ in results)),
         },
-        "equal": equal,
+        "equal": all(tokens == results[0][2] for _, _, tokens in results),
     }
-    click.echo(json.dumps(result["whole"]))
-    write_json(out, result)
 
 
 if __name__ == "__main__":

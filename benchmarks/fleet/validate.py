@@ -9,14 +9,15 @@ medians of several rounds; then simulates the same. Clients and Ray run on this 
 
 import asyncio
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import click
 
-from benchmarks.command import check_outputs, out_option
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.costs import (
     CompletionClient,
@@ -29,10 +30,8 @@ from benchmarks.fleet.costs import (
 from benchmarks.fleet.load import ClientWork, Load, run_load
 from benchmarks.fleet.servers import fleet, one_engine
 from benchmarks.fleet.simulator import Fleet, Lognormal, World
-from benchmarks.machine import describe_machine
 from kvkeep import load_model
 from kvkeep.evaluate.haystack import manual_text
-from kvkeep.storage.files.atomic import write_json
 
 COUNTS = (1, 2, 4)
 CLIENT_WORKS = {
@@ -60,8 +59,10 @@ class Measurements:
     two: Loads
 
 
-def measure_rounds(rounds: int, seconds: float, ids: list[int]) -> Measurements:
-    """Measure everything once per round, in alternating order."""
+def measure_rounds(
+    rounds: int, seconds: float, ids: list[int], report: Callable[[Measurements], None]
+) -> Measurements:
+    """Measure everything once per round, in alternating order. report: called after each."""
     measurements = Measurements(
         [],
         {count: [] for count in COUNTS},
@@ -80,6 +81,7 @@ def measure_rounds(rounds: int, seconds: float, ids: list[int]) -> Measurements:
             loads = measurements.loads[count] if count else measurements.two
             rates = [f"{name} {results[-1].rate:.1f}" for name, results in loads.items()]
             click.echo(f"{turn + 1}: {count or 'one engine'}: {', '.join(rates)}", err=True)
+        report(measurements)
     return measurements
 
 
@@ -158,18 +160,20 @@ def rows_of(measurements: Measurements, costs: Costs, seconds: float) -> list[di
     return rows
 
 
-@click.command()
+@click.command(cls=Measurement)
 @click.option("--rounds", type=click.IntRange(1), default=5)
 @click.option("--seconds", type=float, default=15.0, help="Seconds per load and round.")
 @out_option
 def main(rounds: int, seconds: float, out: Path | None) -> None:
     """Measure fleets of a few servers, and compare with their simulation."""
-    check_outputs(out)
+    file = ResultFile(out, rounds=rounds, seconds=seconds)
     model = load_model()
     ids = model.text.encode(manual_text())
     store_costs = measure_store(model, ids)
     del model
-    measurements = measure_rounds(rounds, seconds, ids)
+    measurements = measure_rounds(
+        rounds, seconds, ids, lambda unfinished: file.write(measurements=unfinished)
+    )
     costs = costs_of(measurements, store_costs)
     rows = rows_of(measurements, costs, seconds)
     ratios = {
@@ -181,23 +185,21 @@ def main(rounds: int, seconds: float, out: Path | None) -> None:
     }
     for name, values in ratios.items():
         click.echo(f"{name}: 2 servers of 1 thread {median(values):.3f} of one engine of 2 threads")
-    result = {
-        "machine": asdict(describe_machine()),
-        "costs": asdict(costs),
-        "rows": rows,
-        "one_engine_of_two_threads": {
+    file.write(
+        costs=costs,
+        rows=rows,
+        one_engine_of_two_threads={
             name: [rounded(values.rate) for values in loads]
             for name, loads in measurements.two.items()
         },
-        "two_servers_over_one_engine": {
+        two_servers_over_one_engine={
             name: {
                 "median": rounded(median(values)),
                 "rounds": [rounded(value) for value in values],
             }
             for name, values in ratios.items()
         },
-    }
-    write_json(out, result)
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ def test_a_batch_gives_the_texts_of_single_commands(tiny_folder: Path, tmp_path:
     texts = documents(model, 3, 40, 80)
     lengths = [len(model.text.encode(text)) for text in texts]
     assert lengths == pytest.approx([40, 60, 80], abs=4)
-    *seconds, equal = compare(texts, str(tiny_folder), 5, tmp_path, progress.append)
-    assert equal == 3
-    assert all(duration > 0 for duration in seconds)
+    found = dict(compare(texts, str(tiny_folder), 5, tmp_path, progress.append))
+    assert list(found) == ["one_by_one", "batch", "batch_cold", "equal"]
+    assert found.pop("equal") == 3
+    assert all(duration > 0 for duration in found.values())
     assert sum(progress) == 8
