@@ -13,9 +13,11 @@ llama-cpp-python is installed, the weights as Q4_0, which it computes fastest.
 """
 
 import dataclasses
+import shlex
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +30,21 @@ from starlette.testclient import TestClient
 
 from benchmarks.agent_clients import load_shapes, replay
 from benchmarks.agent_traces import MODES, GivenAnswers, random_model, send
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from benchmarks.peers.gguf_files import gguf_file, requantised, weights_of
+from benchmarks.peers.worker_pool import PAUSE
 from benchmarks.serving import running_server
 from kvkeep import load_model
+from kvkeep.errors import InvalidArgument
 from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
-from kvkeep.storage.files.atomic import write_json
 
+CONTEXT = 8192
 KVKEEP = (
-    "kvkeep serve --model {file} --port {port} --max-kv-size {context} --policy full --quiet "
-    "--store {store}"
+    f"{shlex.quote(sys.executable)} -m kvkeep serve --model {{file}} --port {{port}} "
+    "--max-kv-size {context} --policy full --quiet --store {store}"
 )
 LLAMA = (
     "{program} -m {file} --port {port} -c {context} --parallel 1 -t {threads} --cache-reuse {reuse}"
@@ -155,8 +158,11 @@ def agent_servers(
     out: Path | None,
 ) -> None:
     """Compare servers on the prompts of coding agents."""
-    check_outputs(out)
-    file, context, readings = gguf_file(name, False), 8192, list[ServerReading]()
+    settings = {"model": name, "scale": scale, "threads": threads, "cache_reuse": cache_reuse}
+    result = ResultFile(out, settings=settings | {"requests": requests})
+    chosen = {x: trace_prompts(name, x, scale, requests) for x in agents or load_shapes()}
+    require_context(chosen)
+    file, readings = gguf_file(name, False), list[ServerReading]()
     servers = {f"kvkeep, {mode}": (KVKEEP, file) for mode in MODE_NAMES}
     if llama_server is not None:
         for weights, llama_file in llama_files(file, threads).items():
@@ -164,29 +170,45 @@ def agent_servers(
     alignments: dict[str, Any] = {
         f"kvkeep, {mode.name}": dataclasses.asdict(mode.alignment) for mode in MODES
     }
-    for agent in agents or load_shapes():
-        prompts = trace_prompts(name, agent, scale, requests)
+    environment = {"OMP_NUM_THREADS": str(threads)}  # of kvkeep; llama.cpp has an option
+    for agent, prompts in chosen.items():
         with ExitStack() as stack:
-            values = {"context": context, "program": llama_server}
+            values = {"context": CONTEXT, "program": llama_server}
             values |= {"threads": threads, "reuse": cache_reuse}
             urls = dict[str, str]()
             for server, (command, served) in servers.items():
                 store = stack.enter_context(tempfile.TemporaryDirectory())
-                running = running_server(command, file=served, store=store, **values)
+                running = running_server(command, environment, file=served, store=store, **values)
                 urls[server] = stack.enter_context(running)
             for number, prompt in enumerate(prompts, 1):
-                for server, url in urls.items():
-                    evaluated, seconds = measure_prompt(url, prompt, alignments.get(server))
+                for server in rotated(list(urls), number):
+                    time.sleep(PAUSE)
+                    alignment = alignments.get(server)
+                    evaluated, seconds = measure_prompt(urls[server], prompt, alignment)
                     reading = ServerReading(
                         *(agent, server, number, prompt.event, len(prompt.prompt)),
                         *(evaluated, rounded(seconds)),
                     )
                     readings.append(reading)
+                result.write(readings=readings)
     click.echo(summary_table(readings))
-    entries = [dataclasses.asdict(reading) for reading in readings]
-    settings = {"model": name, "scale": scale, "threads": threads, "cache_reuse": cache_reuse}
-    machine = dataclasses.asdict(describe_machine())
-    write_json(out, {"machine": machine, "settings": settings, "readings": entries})
+
+
+def require_context(prompts_by_agent: Mapping[str, Sequence[PromptOfTrace]]) -> None:
+    """Raise InvalidArgument if the servers' context is too short for a prompt and its answer."""
+    for agent, prompts in prompts_by_agent.items():
+        longest = max(len(prompt.prompt) + len(prompt.answer) + 1 for prompt in prompts)
+        if longest > CONTEXT:
+            raise InvalidArgument(
+                f"a prompt of {agent} has {longest:,} tokens with its answer, and the servers hold "
+                f"{CONTEXT:,}: lower --scale or --requests"
+            )
+
+
+def rotated(servers: Sequence[str], number: int) -> list[str]:
+    """Return the servers in the order of a request: each begins in its turn."""
+    first = number % len(servers)
+    return [*servers[first:], *servers[:first]]
 
 
 if __name__ == "__main__":

@@ -11,34 +11,36 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import IO
 
 import click
 import httpx
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from benchmarks.peers.gguf_files import gguf_file
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.storage.files.atomic import write_json
 
 PROMPT, ANSWER_TOKENS, LONG_PROMPT, OTHER_CLIENTS = 512, 128, 4096, 4
 # Without speculation: greedy answers of random models repeat themselves more than real ones.
 _KVKEEP_COMMAND = (
-    "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q --no-speculate"
+    "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q --no-speculate "
+    "--store {store}"
 )
 _START_TIMEOUT = 120  # seconds
 
@@ -77,25 +79,34 @@ class AnswerTimes:
 
 
 @contextmanager
-def running_server(command: str, **values: object) -> Iterator[str]:
-    """Start a server, wait until it is healthy, and yield its URL."""
+def running_server(
+    command: str, environment: Mapping[str, str] | None = None, **values: object
+) -> Iterator[str]:
+    """Start a server, wait until it is healthy, and yield its URL.
+
+    environment: variables besides those of this process.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [word.format(port=port, **values) for word in shlex.split(command)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait(url, process)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+    url, variables = f"http://127.0.0.1:{port}", os.environ | dict(environment or {})
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(words, env=variables, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            _wait(url, process, errors)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
 
 
-def _wait(url: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait(url: str, process: "subprocess.Popen[bytes]", errors: IO[bytes]) -> None:
+    """Wait until a server is healthy. errors: the file of its standard error."""
     for _ in range(_START_TIMEOUT * 10):
         if process.poll() is not None:
-            raise KvkeepError(f"the server ended with status {process.returncode}")
+            errors.seek(0)
+            printed = errors.read().decode(errors="replace").strip()[-400:]
+            raise KvkeepError(f"the server ended with status {process.returncode}: {printed}")
         try:
             if httpx.get(f"{url}/health").status_code == 200:
                 return
@@ -165,9 +176,12 @@ async def answer_during_long_prompt(
 
 def measure(name: str, command: str, model: str, ids: Sequence[int], clients: int) -> Load:
     gguf = gguf_file(model, progress=True)
-    with running_server(
-        command, model=model, gguf=gguf, clients=clients, context=clients * 1024
-    ) as url:
+    with (
+        tempfile.TemporaryDirectory() as store,
+        running_server(
+            command, model=model, gguf=gguf, clients=clients, context=clients * 1024, store=store
+        ) as url,
+    ):
         warm_up, client_ids = [ids[-PROMPT:]], ids[100 : 100 + PROMPT * clients]
         asyncio.run(answer_all(url, warm_up))  # a warm-up
         start = time.perf_counter()
@@ -175,9 +189,12 @@ def measure(name: str, command: str, model: str, ids: Sequence[int], clients: in
         answers = asyncio.run(answer_all(url, prompts))
         seconds = time.perf_counter() - start
     slots = OTHER_CLIENTS + 1
-    with running_server(
-        command, model=model, gguf=gguf, clients=slots, context=slots * 8192
-    ) as url:
+    with (
+        tempfile.TemporaryDirectory() as store,
+        running_server(
+            command, model=model, gguf=gguf, clients=slots, context=slots * 8192, store=store
+        ) as url,
+    ):
         asyncio.run(answer_all(url, warm_up))
         long = ids[20_000 : 20_000 + LONG_PROMPT]
         stall, long_first = asyncio.run(
@@ -219,7 +236,9 @@ def serving(
     out: Path | None,
 ) -> None:
     """Compare latency and throughput of `kvkeep serve` and other servers."""
-    check_outputs(out)
+    settings = {"model": name, "clients": clients, "prompt": PROMPT, "written": ANSWER_TOKENS}
+    settings |= {"rounds": rounds, "max_kv_size": max_kv_size, "peers": dict(peers)}
+    result = ResultFile(out, settings=settings)
     ids = TextCodec.open(resolve(name, progress=True)).encode(manual_text())
     commands = {
         "kvkeep": f"{shlex.quote(sys.executable)} {_KVKEEP_COMMAND} --max-kv-size {max_kv_size}"
@@ -234,18 +253,13 @@ def serving(
         for server, command in commands.items():
             load = measure(server, command, name, ids, clients)
             loads.append(load)
+            result.write(loads=loads)
             click.echo(
                 f"{server:18s}{load.tokens_per_second:10.1f}{load.first_token:11.2f} s"
                 f"{1000 * load.gap:7.0f} ms{1000 * load.gap_99:7.0f} ms"
                 f"{1000 * load.worst_gap:7.0f} ms{1000 * load.stall:7.0f} ms"
                 f"{load.long_first:10.2f} s"
             )
-    result = {
-        "machine": dataclasses.asdict(describe_machine()),
-        "settings": {"model": name, "clients": clients, "prompt": PROMPT, "written": ANSWER_TOKENS},
-        "loads": [dataclasses.asdict(load) for load in loads],
-    }
-    write_json(out, result)
 
 
 if __name__ == "__main__":
