@@ -13,6 +13,7 @@ compared by `--llama FOLDER` each.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,27 +23,30 @@ from statistics import median
 import click
 import torch
 
-from benchmarks.command import Measurement, check_outputs, out_option
+from benchmarks.command import Measurement, ResultFile, out_option
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from benchmarks.peers.base import About, Setup, Variant
 from benchmarks.peers.gguf_files import gguf_file
 from benchmarks.peers.remote import Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
+from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.storage.files.atomic import write_json
 
 PROMPTS, CONTEXTS, DECODE_TOKENS, ROUNDS = (512,), (128, 2048), 32, 3
+ISA_VARIABLES = (
+    *("KVKEEP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
+    "OMP_NUM_THREADS",
+)
 
 
 @dataclass(frozen=True)
 class Speed:
     """One program with one file. prefill, decode: median tokens/s by prompt or context length.
 
-    resident: peak bytes during decoding.
+    resident: bytes of the process at the end of a round, the most of all rounds.
     """
 
     file: str
@@ -105,21 +109,30 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure prefill and decode with GGUF FILES (paths or names of known models)."""
-    check_outputs(out)
-    plan = Plan(rounds, prompts, sorted(contexts))
+    plan, names = Plan(rounds, prompts, sorted(contexts)), build_names(builds)
+    environment = {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
+    result = ResultFile(out, settings=dataclasses.asdict(plan) | {"environment": environment})
     speeds, versions = list[Speed](), dict[str, About]()
+    llama_builds = [] if kvkeep_alone else list(zip(builds, names, strict=True)) or [(None, None)]
     for file in files:
-        speeds += measure(
-            _gguf_path(file), plan, [] if kvkeep_alone else builds or [None], versions
-        )
+        speeds += measure(_gguf_path(file), plan, llama_builds, versions)
+        result.write(readers=versions, speeds=speeds)
     _show(speeds, plan)
-    if out:
-        output = {
-            "machine": dataclasses.asdict(describe_machine()),
-            "readers": {label: dataclasses.asdict(speed) for label, speed in versions.items()},
-            "speeds": [dataclasses.asdict(speed) for speed in speeds],
-        }
-        write_json(out, output)
+
+
+def build_names(builds: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the folders' paths that tell them apart.
+
+    Raises InvalidArgument for a folder that is named twice.
+    """
+    paths = [Path(os.path.abspath(build)) for build in builds]
+    for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    if builds:
+        raise InvalidArgument("--llama names a folder twice: leave one out")
+    return []
 
 
 def _gguf_path(file: str) -> Path:
@@ -128,16 +141,19 @@ def _gguf_path(file: str) -> Path:
 
 
 def measure(
-    file: Path, plan: Plan, builds: Sequence[Path | None], versions: dict[str, About]
+    file: Path,
+    plan: Plan,
+    builds: Sequence[tuple[Path | None, str | None]],
+    versions: dict[str, About],
 ) -> list[Speed]:
     """Measure one file. In each round, every program grows one context through all lengths.
 
-    builds: of llama.cpp; None is llama-cpp-python's own.
+    builds: folders and names of llama.cpp's; None is llama-cpp-python's own.
     """
     folder, skipped = resolve(str(file), progress=True), list[str]()
     ids = TextCodec.open(folder).encode(manual_text())[: plan.most]
     setup = Setup(str(file), folder, "cpu", torch.get_num_threads())
-    llama_variants = [Variant("llama.cpp", None, file, build) for build in builds]
+    llama_variants = [Variant("llama.cpp", None, file, *build) for build in builds]
     prefill_seconds: dict[tuple[str, int], list[float]] = {}
     decode_seconds: dict[tuple[str, int], list[float]] = {}
     resident: dict[str, int] = {}

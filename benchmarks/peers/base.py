@@ -28,17 +28,19 @@ class Variant:
     """One way to run a peer.
 
     peer: a name of `plan.PEERS`. weights: format of the weights, if a peer has several variants.
-    file: read instead of the model's folder. libraries: folder of another build of the peer.
+    file: read instead of the model's folder. libraries: folder of another build of the peer; build:
+    what it is called, None for the folder's name.
     """
 
     peer: str
     weights: str | None = None
     file: Path | None = None
     libraries: Path | None = None
+    build: str | None = None
 
     @property
     def label(self) -> str:
-        build = self.libraries.name if self.libraries else None
+        build = self.build or (self.libraries.name if self.libraries else None)
         return " ".join(part for part in (self.peer, self.weights, build) if part)
 
 
