@@ -9,7 +9,6 @@ asked for before and after. Ratios are of the bytes of keys and values, without 
 times of a passage of 4,096 tokens, medians.
 """
 
-import dataclasses
 import os
 import tempfile
 import time
@@ -24,9 +23,15 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import (
+    Measurement,
+    ResultFile,
+    model_option,
+    out_option,
+    parse_lengths,
+    require_text,
+)
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import Session, Snapshot, load_model
 from kvkeep.evaluate.basis import measure_basis
@@ -35,7 +40,6 @@ from kvkeep.evaluate.haystack import TEXTS, Haystack
 from kvkeep.evaluate.recall import measure_recall
 from kvkeep.model import Model
 from kvkeep.session.evaluation import evaluate
-from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.lossy.basis import add_basis
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.header import SNAPSHOT_FORMAT, SNAPSHOT_KIND, read_header
@@ -220,7 +224,7 @@ def table(losses: Sequence[CodecLoss]) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--tokens", default="1000,4000", help="Lengths of passages.")
+@click.option("--tokens", default="1000,4000", type=parse_lengths, help="Lengths of passages.")
 @click.option("--samples", "count", default=8)
 @click.option("--saves", default=1, help="How often a passage is saved and restored.")
 @click.option("--facts", default=10, help="Texts with hidden facts; 0 for none.")
@@ -231,7 +235,7 @@ def table(losses: Sequence[CodecLoss]) -> str:
 @out_option
 def codec(
     name: str,
-    tokens: str,
+    tokens: tuple[int, ...],
     count: int,
     saves: int,
     facts: int,
@@ -242,18 +246,26 @@ def codec(
     out: Path | None,
 ) -> None:
     """Measure ratio, loss, facts found and times of the codecs of snapshots."""
-    check_outputs(out)
+    about = {"model": name, "seed": seed, "samples": count, "saves": saves}
+    about["calibrated"] = None if home else calibrated  # tokens; of --home they are unknown
+    result = ResultFile(out, about=about)
     model = load_model(name)
+    for haystack in TEXTS:
+        num_tokens = len(model.text.encode(TEXTS[haystack]()))
+        require_text(haystack, num_tokens, max(tokens) + KL_TOKENS + 1)
     losses, recalls, times = list[CodecLoss](), list[CodecRecall](), list[CodecTimes]()
     with home_with_basis(model, home, calibrated), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for haystack in TEXTS:
-            for length in map(int, tokens.split(",")):
+            for length in tokens:
                 losses += measure_loss(model, haystack, length, count, seed, saves, folder)
+                result.write(losses=losses, facts=recalls, times=times)
             if facts:
                 recalls += measure_facts(model, haystack, 1000, facts, seed, folder)
+                result.write(losses=losses, facts=recalls, times=times)
         if repeats:
             times = measure_times(model, repeats, folder)
+            result.write(losses=losses, facts=recalls, times=times)
     click.echo(table(losses))
     for row in recalls:
         found = f"{row.found} of {row.facts} facts, {row.uncompressed} without saving"
@@ -261,20 +273,6 @@ def codec(
     for timed in times:
         seconds = f"{median(timed.save):.3f} s to save, {median(timed.load):.3f} s to load"
         click.echo(f"{timed.codec}: {timed.bytes / 1e6:.1f} MB, {seconds}")
-    about = {
-        "model": name,
-        "seed": seed,
-        "samples": count,
-        "saves": saves,
-        "calibrated": calibrated,
-    }
-    machine = dataclasses.asdict(describe_machine())
-    sections = {
-        "losses": [dataclasses.asdict(row) for row in losses],
-        "facts": [dataclasses.asdict(row) for row in recalls],
-        "times": [dataclasses.asdict(row) for row in times],
-    }
-    write_json(out, {"about": about, "machine": machine, **sections})
 
 
 if __name__ == "__main__":

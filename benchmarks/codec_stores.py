@@ -8,7 +8,6 @@ the facts. A prompt fits if all its blocks are found again. FOLDER is that in wh
 the basis of the model.
 """
 
-import dataclasses
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from pathlib import Path
 import click
 
 from benchmarks.codec import home_with_basis
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.servers import object_store
-from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import PrefixStore, load_model
 from kvkeep.evaluate.datasets import NeedleDataset
@@ -29,7 +27,6 @@ from kvkeep.evaluate.haystack import TEXTS, Haystack
 from kvkeep.evaluate.recall import measure_recall
 from kvkeep.evaluate.samples import Sample
 from kvkeep.model import Model
-from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.prefixes.block import PrefixCache
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS, stored_blocks
@@ -117,8 +114,8 @@ def measure_cache(
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
 @click.option("--tokens", default=1024, help="Of a prompt.")
-@click.option("--prompts", "count", default=20, help="Fed to each store.")
-@click.option("--asked", default=6, help="Prompts that facts are asked of.")
+@click.option("--prompts", "count", default=20, type=click.IntRange(1), help="Fed to each store.")
+@click.option("--asked", default=6, type=click.IntRange(1), help="Prompts that facts are asked of.")
 @click.option("--quota", default=50, help="Of the folder, in MB.")
 @click.option("--calibrated", default=30000, help="Tokens of the manual that the basis is of.")
 @click.option("--home", type=click.Path(exists=True, path_type=Path), help="With a basis.")
@@ -136,20 +133,24 @@ def stores(
     out: Path | None,
 ) -> None:
     """Measure how many prompts fit in prefix caches by codec, and facts found from them."""
-    check_outputs(out)
+    about = {"model": name, "seed": seed, "haystack": HAYSTACK, "quota_mb": quota}
+    about["calibrated"] = None if home else calibrated  # tokens; of --home they are unknown
+    result = ResultFile(out, about=about)
     model = load_model(name)
     prompts, rows = samples(model, tokens, count, seed), list[StoreFigures]()
     with home_with_basis(model, home, calibrated), object_store() as url:
-        uncached = sum(ask(model, sample) for sample in prompts[:asked])
+        asked_prompts = prompts[:asked]
+        uncached = sum(ask(model, sample) for sample in asked_prompts)
         for codec in CODECS:
             fit = fitting_prompts(model, prompts, quota * 1_000_000, codec)
             for store in ("folder", "s3"):
-                nbytes, found = measure_cache(model, prompts[:asked], codec, store, url)
-                facts = sum(len(sample.facts) for sample in prompts[:asked])
-                sizes = nbytes // asked, fit if store == "folder" else None
+                nbytes, found = measure_cache(model, asked_prompts, codec, store, url)
+                facts = sum(len(sample.facts) for sample in asked_prompts)
+                sizes = nbytes // len(asked_prompts), fit if store == "folder" else None
                 rows.append(
                     StoreFigures(store, codec, count, tokens, *sizes, facts, uncached, found)
                 )
+                result.write(stores=rows)
     exact_bytes = {row.store: row.bytes_per_prompt for row in rows if row.codec == "exact"}
     for row in rows:
         fitting = "" if row.fit is None else f"; {row.fit} of {row.prompts} fit in {quota} MB"
@@ -158,10 +159,6 @@ def stores(
             f"{rounded(exact_bytes[row.store] / row.bytes_per_prompt)} times as many{fitting}; "
             f"{row.found} facts found, {row.uncached} without a cache"
         )
-    about = {"model": name, "seed": seed, "haystack": HAYSTACK, "quota_mb": quota}
-    machine = dataclasses.asdict(describe_machine())
-    entries = [dataclasses.asdict(row) for row in rows]
-    write_json(out, {"about": about, "machine": machine, "stores": entries})
 
 
 if __name__ == "__main__":

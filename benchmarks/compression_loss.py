@@ -13,17 +13,24 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import mean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import torch
 from torch import Tensor
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.command import (
+    Measurement,
+    check_outputs,
+    model_option,
+    out_option,
+    parse_lengths,
+    require_text,
+)
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
@@ -70,6 +77,20 @@ class Plan:
     samples: int
     following: int
     calibration: str | None = None
+
+
+@dataclass
+class Results:
+    """The results of a run and of those that it continues. machines: of each of them."""
+
+    plan: Plan
+    readings: list[CompressionLoss] = field(default_factory=list)
+    machines: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, path: Path | None) -> None:
+        about = dataclasses.asdict(self.plan)
+        rows = [dataclasses.asdict(row) for row in self.readings]
+        write_json(path, {"about": about, "machines": self.machines, "readings": rows})
 
 
 @dataclass(frozen=True)
@@ -173,33 +194,47 @@ def table(results: Sequence[CompressionLoss], following: int) -> str:
     return "\n".join(lines)
 
 
-def read_results(path: Path | None, plan: Plan) -> list[CompressionLoss]:
-    """Return the results of an earlier run. Raises InvalidArgument if its settings differ."""
+def read_results(path: Path | None, plan: Plan) -> Results:
+    """Return the results of an earlier run, or none. Raises InvalidArgument if settings differ."""
     if path is None or not path.exists():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    expected = {**dataclasses.asdict(plan), "samples": content["about"].get("samples")}
-    if content["about"] != expected:
+        return Results(plan)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        about, earlier_samples = content["about"], int(content["about"]["samples"])
+        readings = [CompressionLoss(**row) for row in content["readings"]]
+        # Files of earlier versions have the machine of the last run only.
+        machines = content["machines"] if "machines" in content else [content["machine"]]
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
-            f"{path} has results of other settings, {content['about']}: write to another file"
+            f"{path} is no result of this benchmark: take another --out"
+        ) from error
+    if about != {**dataclasses.asdict(plan), "samples": earlier_samples}:
+        raise InvalidArgument(
+            f"{path} has results of other settings, {about}: write to another file"
         )
-    return [CompressionLoss(**row) for row in content["readings"]]
+    most = max(plan.samples, earlier_samples)
+    return Results(dataclasses.replace(plan, samples=most), readings, machines)
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--tokens", default="1000,4000", help="Lengths of passages.")
+@click.option("--tokens", default="1000,4000", type=parse_lengths, help="Lengths of passages.")
 @click.option("--haystack", default="docstrings,manual", help=f"Of {', '.join(TEXTS)}.")
 @click.option("--methods", default=f"kvzip,kvzip-exact,random:heads,{WINDOW}")
 @click.option("--ratios", default="4,8")
-@click.option("--samples", "count", default=10)
-@click.option("--following", default=PERPLEXITY_TOKENS, help="Tokens that are predicted.")
+@click.option("--samples", "count", default=10, type=click.IntRange(1))
+@click.option(
+    "--following",
+    default=PERPLEXITY_TOKENS,
+    type=click.IntRange(1),
+    help="Tokens that are predicted.",
+)
 @click.option("--seed", default=71)
 @click.option("--calibration", type=click.Path(exists=True, path_type=Path))
 @out_option
 def compression_loss(
     name: str,
-    tokens: str,
+    tokens: tuple[int, ...],
     haystack: str,
     methods: str,
     ratios: str,
@@ -213,15 +248,19 @@ def compression_loss(
     check_outputs(out)
     plan = Plan(name, seed, count, following, calibration.name if calibration else None)
     results = read_results(out, plan)
+    results.machines.append(dataclasses.asdict(describe_machine()))
     model = load_model(name)
     settings = [(UNCOMPRESSED, 1.0)]
     settings += [
         (label, float(ratio)) for ratio in ratios.split(",") for label in methods.split(",")
     ]
     statistics = load_calibration(calibration, model) if calibration else None
-    groups = [(int(n), text) for n in tokens.split(",") for text in haystack.split(",")]
+    groups = [(n, text) for n in tokens for text in haystack.split(",")]
     texts = {text: model.text.encode(TEXTS[text]()) for _, text in groups}
-    done = {(row.tokens, row.haystack, row.sample, row.method, row.ratio) for row in results}
+    for text, ids in texts.items():
+        require_text(text, len(ids), max(tokens) + following + 1)
+    readings = results.readings
+    done = {(row.tokens, row.haystack, row.sample, row.method, row.ratio) for row in readings}
     with bar(len(groups) * count * len(settings), "compressions", " compressions") as advance:
         for index in range(count):
             for length, text in groups:
@@ -235,18 +274,12 @@ def compression_loss(
                         kl=rounded(kl),
                         log_likelihood=round(likelihood, 3),
                     )
-                    results.append(row)
+                    readings.append(row)
                     advance(1)
-                _write(out, plan, results)
-    results.sort(key=lambda row: (row.tokens, row.haystack, row.sample))
-    _write(out, plan, results)
-    click.echo(table(results, following))
-
-
-def _write(path: Path | None, plan: Plan, results: Sequence[CompressionLoss]) -> None:
-    rows = [dataclasses.asdict(result) for result in results]
-    about, machine = dataclasses.asdict(plan), dataclasses.asdict(describe_machine())
-    write_json(path, {"about": about, "machine": machine, "readings": rows})
+                results.write(out)
+    readings.sort(key=lambda row: (row.tokens, row.haystack, row.sample))
+    results.write(out)
+    click.echo(table(readings, following))
 
 
 if __name__ == "__main__":
