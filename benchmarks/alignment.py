@@ -11,28 +11,26 @@ session's greedy continuation is then fed to both, to compare the predictions of
 and each fact is asked for.
 """
 
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import mean
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import click
 from torch import Tensor
 
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
-from benchmarks.compaction import draw_facts, passages
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
+from benchmarks.compaction import MAX_FACTS, draw_facts, passages
 from benchmarks.figures import rounded
-from benchmarks.machine import describe_machine
 from kvkeep import Model, Session, load_model
+from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.recall import Recall, measure_recall
 from kvkeep.evaluate.samples import Fact
 from kvkeep.session.alignment import DEFAULT_REREAD_SHARE
 from kvkeep.session.token_diff import common_length
-from kvkeep.storage.files.atomic import write_json
 
 Case = Literal["header changed", "reminder removed", "thinking dropped", "tools inserted", "all"]
 REREADS = (0, 16, 64)
@@ -202,7 +200,9 @@ def table(readings: Sequence[AlignmentReading]) -> str:
 
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @model_option
-@click.option("--facts", default=6, type=click.IntRange(1, 40), help="Turns, each with a fact.")
+@click.option(
+    "--facts", default=6, type=click.IntRange(1, MAX_FACTS), help="Turns, each with a fact."
+)
 @click.option("--prompts", default=2, type=click.IntRange(1), help="Prompts of each case.")
 @click.option("--share", default=DEFAULT_REREAD_SHARE, help="Of the prompt: `reread_share`.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(get_args(Case)))
@@ -211,20 +211,34 @@ def alignment(
     name: str, facts: int, prompts: int, share: float, cases: tuple[Case, ...], out: Path | None
 ) -> None:
     """Compare prompts that are aligned in place with a fresh evaluation."""
-    is_new = not (cases and out and out.exists())
-    if is_new:
-        check_outputs(out)
-    model, machine, readings = load_model(name), describe_machine(), list[AlignmentReading]()
-    if out and not is_new:
-        entries = json.loads(out.read_text())["readings"]
-        readings = [AlignmentReading(**entry) for entry in entries]
+    settings = {"model": name, "facts": facts, "prompts": prompts, "share": share}
+    result = ResultFile(out, settings=settings)
+    readings = read_readings(out, settings) if cases else []
+    model = load_model(name)
     for case in cases or get_args(Case):
         samples = [sample(model, case, facts, seed) for seed in range(prompts)]
         measured = measure(model, case, samples, share)
         readings = [reading for reading in readings if reading.case != case] + measured
         click.echo(table(measured))
-        entries = [dataclasses.asdict(reading) for reading in readings]
-        write_json(out, {"machine": dataclasses.asdict(machine), "readings": entries})
+        result.write(readings=readings)
+
+
+def read_readings(path: Path | None, settings: Mapping[str, Any]) -> list[AlignmentReading]:
+    """Return the readings of an earlier run. Raises InvalidArgument if its settings differ."""
+    if path is None or not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        readings = [AlignmentReading(**entry) for entry in content["readings"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(
+            f"{path} is no result of this benchmark: write to another file"
+        ) from error
+    if (earlier := content.get("settings")) != settings:
+        raise InvalidArgument(
+            f"{path} has results of other settings, {earlier}: write to another file"
+        )
+    return readings
 
 
 if __name__ == "__main__":

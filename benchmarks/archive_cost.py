@@ -148,9 +148,9 @@ def archive_cost(
         )
     machine = dataclasses.asdict(describe_machine())
     rows = [dataclasses.asdict(cost) for cost in costs]
-    write_json(
-        out, {"machine": machine, "model": name, "max_kv_size": max_kv_size, "readings": rows}
-    )
+    settings = {"model": name, "max_kv_size": max_kv_size, "blocks": blocks}
+    settings["calibration"] = calibration.name if calibration else None
+    write_json(out, {"machine": machine, **settings, "readings": rows})
 
 
 if __name__ == "__main__":

@@ -26,15 +26,13 @@ from typing import Any, Literal
 import click
 
 from benchmarks.apart import run_in_new_process
-from benchmarks.command import Measurement, check_outputs, model_option, out_option
-from benchmarks.machine import describe_machine
+from benchmarks.command import Measurement, ResultFile, model_option, out_option
 from kvkeep import Model, Session, Snapshot, load_model
 from kvkeep.evaluate.haystack import SENTENCE_END, docstrings_text
 from kvkeep.evaluate.recall import measure_recall
 from kvkeep.evaluate.samples import Fact, random_key
 from kvkeep.evaluate.words import NAMES
 from kvkeep.session.compaction import COMPACTION_STEPS, CompactionReport, CompactionStep
-from kvkeep.storage.files.atomic import write_json
 
 FACTS_PER_TURN = 2
 THRESHOLD = 0.8  # of max_kv_size
@@ -45,6 +43,7 @@ lucky number, locker code, badge number, phone extension, flight number, hotel r
 invoice number, bank account, library card, postal code, tax number, ticket number, serial number,
 pin code, customer number, order number, licence plate, desk number, member number
 """
+MAX_FACTS = SUBJECTS.count(",") + 1
 Place = Literal["user", "result"]
 
 
@@ -310,8 +309,16 @@ def _half_in_new_process(settings: Settings, folder: str, is_last: bool) -> Half
 @model_option
 @click.option("--max-kv-size", default=768, help="Cells of the compacted session.")
 @click.option("--target", default=0.6, help="Part of them that a compaction leaves.")
-@click.option("--compactions", default=10, help="How often it passes the threshold.")
-@click.option("--facts", "fact_count", default=20, help="Facts told at the beginning, up to 20.")
+@click.option(
+    "--compactions", default=10, type=click.IntRange(2), help="How often it passes the threshold."
+)
+@click.option(
+    "--facts",
+    "fact_count",
+    default=MAX_FACTS,
+    type=click.IntRange(1, MAX_FACTS),
+    help="Facts told at the beginning.",
+)
 @click.option("--facts-in", type=click.Choice(["user", "result"]), help="[default: both]")
 @click.option("--seeds", default=2, help="Sessions of each kind.")
 @click.option("--half", hidden=True, help="Arguments of `run_half`, as JSON.")
@@ -334,12 +341,23 @@ def compaction(
             json.dumps(dataclasses.asdict(run_half(Settings(**fields), Path(folder), is_last)))
         )
         return
-    check_outputs(out)
+    result = ResultFile(
+        out,
+        settings={
+            "model": name,
+            "max_kv_size": max_kv_size,
+            "target": target,
+            "compactions": compactions,
+            "facts": fact_count,
+            "seeds": seeds,
+        },
+    )
     readings = list[CompactionReading]()
     for scenario, kind in enumerate(SCENARIOS):
         for seed in range(seeds if facts_in in (None, kind.facts_in) else 0):
             settings = (name, scenario, max_kv_size, target, compactions, fact_count, seed)
             readings.append(reading := run(Settings(*settings)))
+            result.write(readings=readings)
             fork = "intact" if reading.fork_is_intact else "CHANGED"
             click.echo(
                 f"facts in {reading.facts_in} messages, {'+'.join(reading.steps)}: found "
@@ -348,9 +366,6 @@ def compaction(
                 f"{reading.tokens:,} tokens in at most {reading.max_cells:,} cells; the fork of "
                 f"before is {fork} ({reading.seconds} s)"
             )
-    machine = dataclasses.asdict(describe_machine())
-    readings_json = [dataclasses.asdict(reading) for reading in readings]
-    write_json(out, {"machine": machine, "readings": readings_json})
 
 
 if __name__ == "__main__":

@@ -183,7 +183,9 @@ def fewer_cells(
         click.echo(f"{result.method:<14}{result.ratio:>3g}x {held} {speed}, {cost}")
     machine = dataclasses.asdict(describe_machine())
     rows = [dataclasses.asdict(result) for result in measured]
-    write_json(out, {"machine": machine, "model": name, "tokens": tokens, "readings": rows})
+    settings = {"model": name, "tokens": tokens, "written": written, "repeats": repeats}
+    settings["calibration"] = calibration.name if calibration else None
+    write_json(out, {"machine": machine, **settings, "readings": rows})
 
 
 if __name__ == "__main__":

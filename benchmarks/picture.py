@@ -18,7 +18,7 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.picture_plot import draw_picture
 from benchmarks.progress import bar
 from kvkeep import Model, Session, load_model
-from kvkeep.errors import ContextFull
+from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.evaluate.haystack import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
 from kvkeep.evaluate.plots import check_plottable
@@ -118,12 +118,14 @@ def table(curves: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName) -> dict[str, Any]:
+def _as_json(
+    curves: list[dict[str, Any]], machine: Machine, model: str, dtype: DtypeName
+) -> dict[str, Any]:
     settings = {"model": model, "dtype": dtype, "first": SCORE_FROM, "compared_end": COMPARE_UP_TO}
     return {
         "machine": dataclasses.asdict(machine),
         "settings": settings,
-        "curves": [dataclasses.asdict(curve) for curve in curves],
+        "curves": curves,
     }
 
 
@@ -140,33 +142,55 @@ def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName
     "--out",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
-    default=Path("docs/results/perplexity-and-memory.json"),
     help="Write the result to this file.",
 )
 @click.option(
     "--plot",
     metavar="FILE.png",
     type=click.Path(path_type=Path),
-    default=Path("docs/perplexity-and-memory.png"),
     help="Write the plot to this file.",
 )
 @click.option("--redraw", is_flag=True, help="Plot the existing --out; measure nothing.")
 def picture(
-    tokens: int, max_kv_size: int, name: str, dtype: DtypeName, out: Path, plot: Path, redraw: bool
+    tokens: int,
+    max_kv_size: int,
+    name: str,
+    dtype: DtypeName,
+    out: Path | None,
+    plot: Path | None,
+    redraw: bool,
 ) -> None:
     """Measure and plot perplexity and memory of three policies."""
-    check_plottable(plot)
+    if plot is not None:
+        check_plottable(plot)
     check_outputs(out, plot)
-    if not redraw:
+    curves: list[Any] = []
+    if redraw:
+        curves = saved_curves(out)
+    else:
         model = load_model(name, dtype=dtype, progress=True)
         ids = model.text.encode(manual_text())[:tokens]
         machine = describe_machine()
         with bar(2 * len(ids) + min(len(ids), model.spec.max_positions), "evaluating") as progress:
-            curves = list(measure_curves(model, ids, max_kv_size, progress))
-        write_json(out, _as_json(curves, machine, name, dtype))
-    saved_curves = json.loads(out.read_text(encoding="utf-8"))["curves"]
-    click.echo(table(saved_curves))
-    write_atomic(plot, draw_picture(saved_curves, plot.suffix))
+            for curve in measure_curves(model, ids, max_kv_size, progress):
+                curves.append(dataclasses.asdict(curve))
+                write_json(out, _as_json(curves, machine, name, dtype))
+    click.echo(table(curves))
+    if plot is not None:
+        write_atomic(plot, draw_picture(curves, plot.suffix))
+
+
+def saved_curves(path: Path | None) -> list[dict[str, Any]]:
+    """Return the curves of an earlier result. Raises InvalidArgument if there are none."""
+    if path is None:
+        raise InvalidArgument("--redraw plots an earlier result: add --out FILE.json")
+    try:
+        curves: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["curves"]
+    except FileNotFoundError as error:
+        raise InvalidArgument(f"{path} does not exist: measure it without --redraw") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(f"{path} is no result of this benchmark") from error
+    return curves
 
 
 if __name__ == "__main__":

@@ -68,8 +68,16 @@ def measure(model: Model, context: int, rounds: int) -> list[StepCost]:
 
 @click.command(cls=Measurement)
 @model_option
-@click.option("--context", default=256, show_default=True, help="Tokens before.")
-@click.option("--rounds", default=12, show_default=True)
+@click.option(
+    "--context", default=256, show_default=True, type=click.IntRange(1), help="Tokens before."
+)
+@click.option(
+    "--rounds",
+    default=12,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Repeats; the first is not counted.",
+)
 @out_option
 def main(name: str, context: int, rounds: int, out: Path | None) -> None:
     """Measure steps of 1 to 32 fed tokens, and groups of 1 to 16 sessions."""

@@ -175,23 +175,36 @@ def group_seconds(
 def measure_group(
     model: Model, kind: str, group: Sequence[Task], limit: int, rounds: int
 ) -> Outcome:
-    """Run a group with and without speculation; the ratio is that of its last answer's time."""
-    times, accepted, drafted = list[tuple[float, float]](), 0, 0
-    for _ in range(rounds):
-        plain, _, _ = group_seconds(model, group, limit, speculate=False)
-        seconds, accepted, drafted = group_seconds(model, group, limit, speculate=True)
-        times.append((plain[-1], seconds[-1]))
+    """Run a group with and without speculation; the ratio is that of its last answer's time.
+
+    Which of the two is first alternates by round. One more round before is not counted.
+    """
+    times, drafts = list[tuple[float, float]](), (0, 0)
+    for index in range(rounds + 1):
+        seconds = dict[bool, float]()
+        for speculate in (False, True) if index % 2 else (True, False):
+            each, *counts = group_seconds(model, group, limit, speculate)
+            seconds[speculate] = each[-1]
+            drafts = (counts[0], counts[1]) if speculate else drafts
+        if index:
+            times.append((seconds[False], seconds[True]))
     tokens = min(limit, len(model.text.encode(group[-1].answer)))
-    speed = tokens / statistics.median(seconds for _, seconds in times)
-    ratios = [plain / seconds for plain, seconds in times]
+    speed = tokens / statistics.median(speculating for _, speculating in times)
+    ratios = [plain / speculating for plain, speculating in times]
     median, least = rounded(statistics.median(ratios)), rounded(min(ratios))
-    return Outcome(kind, tokens, accepted, drafted, rounded(speed), median, least)
+    return Outcome(kind, tokens, *drafts, rounded(speed), median, least)
 
 
 @click.command(cls=Measurement)
 @model_option
-@click.option("--tokens", default=300, show_default=True, help="Tokens of each answer.")
-@click.option("--rounds", default=3, show_default=True)
+@click.option(
+    "--tokens",
+    default=300,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of each answer.",
+)
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--kind", "kinds", multiple=True, help="Only this answer: code, JSON, prose ...")
 @out_option
 def main(name: str, tokens: int, rounds: int, kinds: Sequence[str], out: Path | None) -> None:
