@@ -10,6 +10,7 @@ import click
 
 from benchmarks.command import INTERRUPTED, Measurement, model_option
 from benchmarks.compare.plan import PARTS, PEERS, QUICK, Plan
+from kvkeep.cli.options import is_in_command_line
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.storage.files.atomic import check_writable, write_atomic, write_json
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.compare.results import Result
 
 MIN_ENDLESS_TOKENS = 200  # fewer are not meaningful
+_MEASURING = ("peers", "name", "gguf", "device", "rounds", "endless_tokens", "quick")
 
 
 def peer_names(value: str) -> tuple[str, ...]:
@@ -112,12 +114,14 @@ def compare(
     if profile:
         if parts or out or plots or earlier or page:
             raise InvalidArgument("--profile takes no parts and writes no files")
+        _refuse_options("--profile", "peers", "gguf", "rounds", "endless_tokens")
         click.echo(_profile(name, device, QUICK if quick else Plan()))
         return
     _check_outputs(out, plots, page)
     if earlier is not None:
         if parts or out:
             raise InvalidArgument("--table takes no parts and no --out")
+        _refuse_options("--table", *_MEASURING)
         result = _read_result(earlier)
     else:
         plan = _plan(quick, rounds, endless_tokens)
@@ -129,6 +133,14 @@ def compare(
         sys.exit(INTERRUPTED)
     if earlier is None and result.ended != "whole":
         raise KvkeepError(result.ended)
+
+
+def _refuse_options(flag: str, *parameters: str) -> None:
+    """Raise InvalidArgument if one of the options was passed, since `flag` does not use it."""
+    for parameter in parameters:
+        if is_in_command_line(parameter):
+            option = parameter.replace("name", "model").replace("_", "-")
+            raise InvalidArgument(f"{flag} does not use --{option}: leave it out")
 
 
 def _profile(name: str, device: str, plan: Plan) -> str:

@@ -90,6 +90,7 @@ def test_steps_and_startup_have_processes_of_their_own(asking: Asking, part: str
     found = {each.measure: each.value for each in result.readings}
     assert list(found) == [each.key for each in result.measures]
     assert all(value > 0 for value in found.values())
+    assert set(result.about) == {"kvkeep"}
 
 
 def test_an_interrupt_keeps_the_parts_that_are_complete(asking: Asking) -> None:
@@ -154,6 +155,12 @@ def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) ->
         (["--into", "page.md"], "has no lines"),
         (["--table", "page.md"], "is not a result"),
         (["decode", "--table", "page.md"], "takes no parts"),
+        (["--table", "page.md", "--rounds", "2"], "--table does not use --rounds"),
+        (["--table", "page.md", "--peers", "kvkeep"], "--table does not use --peers"),
+        (["--table", "page.md", "--quick"], "--table does not use --quick"),
+        (["--table", "page.md", "--model", "x"], "--table does not use --model"),
+        (["--profile", "--peers", "kvkeep"], "--profile does not use --peers"),
+        (["--profile", "--rounds", "2"], "--profile does not use --rounds"),
         (["--model", "nowhere"], "no model 'nowhere'"),
     ],
 )
