@@ -191,6 +191,13 @@ class RemoteSession:
         request = ApiRequest("POST", self._path("/fork"), {"name": name, "at": at}, revision)
         return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
+    def revert(self, to: str, revision: int | None = None) -> Any:
+        """Replace the text and the title by those of another session, such as a fork of this one.
+
+        The revision goes on, and the other session stays.
+        """
+        return self._post("/revert", revision, to=to)
+
     def stop(self) -> Any:
         """Stop the session's running generation, if any, whichever client started it."""
         return self._post("/stop", None)

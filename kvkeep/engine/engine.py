@@ -1,6 +1,7 @@
 """The engine: generations, sessions and changes of sessions for many callers, in one thread."""
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -218,6 +219,7 @@ class Engine(AbstractContextManager["Engine"]):
     set_title = _engine_method(SessionOperations.set_title)
     inspect = _engine_method(SessionOperations.inspect)
     fork = _engine_method(SessionOperations.fork)
+    revert = _engine_method(SessionOperations.revert)
     restore = _engine_method(SessionOperations.restore)
     delete = _engine_method(SessionOperations.delete)
     change = _engine_method(SessionOperations.change)
@@ -374,10 +376,14 @@ class Engine(AbstractContextManager["Engine"]):
             raise Cancelled("the engine is shut down: the change was not made")
 
     def close(self, grace: float = 0.0) -> None:
-        """Admit nothing more, let generations run for `grace` seconds, and save all changes."""
-        if not self._thread.closing.is_set():
-            self._shutdown_deadline = time.monotonic() + grace
-            self._thread.close()
+        """Admit nothing more, let generations run for `grace` seconds, and save all changes.
+
+        A second call, such as after an interrupt of the first one, can only shorten the grace.
+        """
+        deadline = time.monotonic() + grace
+        is_closing = self._thread.closing.is_set()
+        self._shutdown_deadline = min(deadline, self._shutdown_deadline if is_closing else math.inf)
+        self._thread.close()
 
     @property
     def _past_deadline(self) -> bool:

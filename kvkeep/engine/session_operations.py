@@ -153,7 +153,7 @@ class SessionOperations:
         if record.resident != resident:
             record.resident = resident
             record.mark_changed()
-            record.mark_unsaved()
+            self._operation_log.add(record, "resident")
         return record
 
     def set_title(
@@ -228,15 +228,39 @@ class SessionOperations:
         fork = self._registry.add(record.live.fork(at, progress), owner, new_name)
         fork.notes = dict(source.notes) if notes is None else notes
         fork.title = source.title if title is None else title
-        fork.parent, fork.first_edit = source.name, source.first_edit
-        fork.step_aligned_tokens = source.step_aligned_tokens
-        fork.has_other_steps = source.has_other_steps
-        fork.sampled_length = source.sampled_length
-        fork.droppable_tokens = source.droppable_tokens
-        fork.last_answer = source.last_answer
+        fork.parent = source.name
+        _copy_history(source, fork)
         fork.lower_token_counts(num_tokens)
         self._operation_log.add(fork, "fork")
         return fork
+
+    def revert(self, name: str, owner: str, to: str, revision: int | None = None) -> SessionRecord:
+        """Replace a session's text, notes and title by those of another one, such as a fork of it.
+
+        Its name, parent and creation stay, and the revision goes on. Raises as `change`.
+        """
+        record = self._registry.find(name, owner)
+        record.require_idle()
+        record.require_revision(revision)
+        source = self._registry.load_existing(to, owner)
+        if source is record:
+            raise InvalidArgument("a session cannot be reverted to itself; name a fork of it")
+        self._replace(record, source.live.fork())
+        record.notes, record.title = dict(source.notes), source.title
+        _copy_history(source, record)
+        self._operation_log.add(record, "revert")
+        return record
+
+    def _replace(self, record: SessionRecord, session: Session) -> None:
+        """Put a session in the place of an idle record's one; that stays if there is no room."""
+        previous_session, record.session = record.session, session
+        try:
+            self._registry.reserve(record, 0)
+        except BaseException:
+            record.session = previous_session
+            raise
+        record.replace_session(session)
+        self._registry.pins.keep_to_text(record)
 
     def restore(
         self,
@@ -257,14 +281,7 @@ class SessionOperations:
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
-            previous_session, record.session = record.session, session
-            try:
-                self._registry.reserve(record, 0)
-            except BaseException:
-                record.session = previous_session
-                raise
-            record.replace_session(session)
-            self._registry.pins.keep_to_text(record)
+            self._replace(record, session)
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)
@@ -289,6 +306,16 @@ class SessionOperations:
         record = self._registry.find(name, owner, revision)
         self._registry.remove(record)
         self._operation_log.add(record, "delete")
+
+
+def _copy_history(source: SessionRecord, target: SessionRecord) -> None:
+    """Copy how a text was evaluated, edited and answered to the record of a fork."""
+    target.first_edit = source.first_edit
+    target.step_aligned_tokens = source.step_aligned_tokens
+    target.has_other_steps = source.has_other_steps
+    target.sampled_length = source.sampled_length
+    target.droppable_tokens = source.droppable_tokens
+    target.last_answer = source.last_answer
 
 
 class BorrowedSessions:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from asyncio import wrap_future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from kvkeep.server.idempotency import key_reused_error, read_body, response_too_
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
 from kvkeep.server.sessions.pins import pin_entry
 from kvkeep.server.sse import sse_event
+from kvkeep.storage.sessions.interface import is_valid_name
 from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.header import rounded_by
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document
@@ -105,6 +106,8 @@ class SessionMiddleware:
             case "fork" | "snapshot" as operation:
                 async with leases.reading(session_key, committed=True):
                     await (self._create if operation == "fork" else self._run_route)(exchange)
+            case "revert":
+                await self._revert(exchange)
             case "events":  # the session is loaded, but not held as long as the stream lasts
                 with suppress(NoSuchSession):
                     async with leases.reading(session_key):
@@ -204,6 +207,19 @@ class SessionMiddleware:
             # Without a key, tokens sampled before the client disconnected stay, as on one server.
             elif succeeded or leased.stopped or not key_digest:
                 await self._commit(leased, exchange)
+
+    async def _revert(self, exchange: Exchange) -> None:
+        """Change a session to what another one is, which is loaded for it if it is there.
+
+        The other one may be gone when the request is repeated.
+        """
+        other = parse_json_object(exchange.raw_body).get("to")
+        async with AsyncExitStack() as stack:
+            if isinstance(other, str) and is_valid_name(other):  # the route refuses another one
+                key = exchange.session_key._replace(name=other)
+                with suppress(NoSuchSession):
+                    await stack.enter_async_context(self._leases.reading(key, committed=True))
+            await self._write(exchange)
 
     async def _commit(self, leased: LeasedSession, exchange: Exchange) -> None:
         exchange.response.report_saved()

@@ -10,12 +10,13 @@ from kvkeep.server.limits import parse_json
 from kvkeep.storage.sessions.interface import is_valid_name
 
 # none: no session of the store. unknown: an invalid path below /v1/sessions/. events: an endless
-# stream. snapshot: saves a labelled snapshot. save: nothing to do, as every commit saves. stop:
-# ends another request's answer. pins, release_pin: of all servers; the action is the pin.
+# stream. snapshot: saves a labelled snapshot. revert: a write that reads another session, too.
+# save: nothing to do, as every commit saves. stop: ends another request's answer. pins,
+# release_pin: of all servers; the action is the pin.
 TargetOperation = (
     Literal["none", "unknown", "list", "read", "events"]
     | Literal["pins", "release_pin"]
-    | Literal["create", "fork", "snapshot", "write", "delete", "save", "stop"]
+    | Literal["create", "fork", "snapshot", "write", "revert", "delete", "save", "stop"]
 )
 _SESSION_ROUTE = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _PIN_ROUTE = re.compile(r"/v1/prefix/pins/(pin-[0-9a-f]{16})")
@@ -55,7 +56,9 @@ def session_target(method: str, path: str) -> SessionTarget:
     operation: TargetOperation = "write"
     if method in ("GET", "HEAD"):
         operation = "events" if action == "events" else "read"
-    elif action == "snapshot" or (action in ("fork", "save", "stop") and method == "POST"):
+    elif action == "snapshot" or (
+        action in ("fork", "revert", "save", "stop") and method == "POST"
+    ):
         operation = cast(TargetOperation, action)
     elif method == "DELETE":  # nothing below a session can be deleted: the application refuses it
         operation = "none" if action else "delete"

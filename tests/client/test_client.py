@@ -72,6 +72,10 @@ def test_forks_and_restored_snapshots_continue_the_session(client: Client) -> No
     fork = remote.fork(at=60)
     assert fork.info()["tokens"] == 60
     assert fork.info()["parent"] == name
+    remote.rewind(1)
+    remote.revert(remote.fork(at=60).name)
+    assert remote.info()["tokens"] == 60
+    remote.feed([5, 6, 7, 8] * 5)
     remote.snapshot(label)
     assert {"name": label, "session": name}.items() <= client.snapshots()[0].items()
     again = client.restore(label)

@@ -352,6 +352,7 @@ def test_if_match_is_checked_at_every_server(a: httpx.Client, b: httpx.Client) -
     for method, what, body in (
         ("POST", "/rewind", {"count": 1}),
         ("POST", "/fork", {"name": "fork"}),
+        ("POST", "/revert", {"to": "another"}),
         ("POST", "/save", None),
         ("POST", "/snapshot", {"name": "then"}),
         ("PUT", "/resident", {"resident": True}),
@@ -363,6 +364,21 @@ def test_if_match_is_checked_at_every_server(a: httpx.Client, b: httpx.Client) -
     right = {"If-Match": f'"{entry["revision"]}"'}
     ok(b.post("/v1/sessions/s/rewind", json={"count": 1}, headers=right))
     assert ok(a.get("/v1/sessions/s"))["tokens"] == entry["tokens"] - 1
+
+
+def test_a_session_is_reverted_at_another_server(a: httpx.Client, b: httpx.Client) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
+    fork = ok(a.post("/v1/sessions/s/fork", json={"name": "before"}), 201)
+    revision = ok(a.post("/v1/sessions/s/rewind", json={"count": 3}))["revision"]
+    key = {"Idempotency-Key": "k"}
+    assert b.post("/v1/sessions/s/revert", json={"to": "missing"}).status_code == 404
+    assert b.post("/v1/sessions/s/revert", json={"to": "s"}).status_code == 400
+    reverted = ok(b.post("/v1/sessions/s/revert", json={"to": "before"}, headers=key))
+    assert (reverted["tokens"], reverted["revision"]) == (fork["tokens"], revision + 1)
+    ok(b.delete("/v1/sessions/before"))
+    assert ok(a.post("/v1/sessions/s/revert", json={"to": "before"}, headers=key)) == reverted
+    assert ok(a.get("/v1/sessions/s"))["revision"] == revision + 1
 
 
 def test_snapshots_are_shared_by_all_servers(a: httpx.Client, b: httpx.Client) -> None:

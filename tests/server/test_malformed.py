@@ -31,6 +31,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/sessions/held/turns": {"content": "x", "max_tokens": 1},
     "/v1/sessions/held/edit": {"op": "delete", "start": 1, "end": 2},
     "/v1/sessions/held/fork": {},
+    "/v1/sessions/held/revert": {"to": "x"},
     "/v1/sessions/held/pin": {"start": 1, "end": 2},
     "/v1/sessions/held/rewind": {"count": 1},
     "/v1/sessions/held/spans": {"name": "x", "start": 1, "end": 2},

@@ -251,6 +251,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/rewind": ("POST", {"count": 1}),
     "/compress": ("POST", {"ratio": 2}),
     "/fork": ("POST", {}),
+    "/revert": ("POST", {"to": "another"}),
     "/save": ("POST", None),
     "/snapshot": ("POST", {"name": "of-another-revision"}),
     "/resident": ("PUT", {"resident": True}),
@@ -259,6 +260,44 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/align": ("POST", {"tokens": [5, 6, 7]}),
     "/stop": ("POST", None),
 }
+
+
+def test_a_reverted_session_continues_as_the_fork_and_its_revision_goes_on(
+    client: httpx.Client,
+) -> None:
+    name = create(client, policy="full", max_kv_size=256, title="Old")
+    post_action(client, name, "feed", text=TEXT[:300])
+    for action in ("resident", "title"):
+        body = {"resident": True} if action == "resident" else {"title": "New"}
+        client.put(f"/v1/sessions/{name}/{action}", json=body).raise_for_status()
+    fork = post_action(client, name, "fork", title="Old")["name"]
+    post_action(client, name, "edit", op="delete", start=2, end=20)
+    before = client.get(f"/v1/sessions/{name}").json()
+    reverted = post_action(client, name, "revert", to=fork)
+    same = ("name", "created", "resident", "parent")
+    assert [reverted[field] for field in same] == [before[field] for field in same]
+    assert (reverted["revision"], reverted["title"]) == (before["revision"] + 1, "Old")
+    assert client.get("/v1/operations").json()["data"][0]["what"] == "revert"
+    texts = [client.get(f"/v1/sessions/{each}/text").json()["pieces"] for each in (name, fork)]
+    assert texts[0] == texts[1]
+    answers = [
+        post_action(client, each, "generate", max_tokens=6, **GREEDY)["tokens"]
+        for each in (name, fork)
+    ]
+    assert answers[0] == answers[1]
+    path = f"/v1/sessions/{name}/revert"
+    for other, status in ((name, 400), ("missing", 404), ("no name", 400)):
+        assert client.post(path, json={"to": other}).status_code == status
+
+
+def test_a_session_that_is_made_resident_reports_an_operation(client: httpx.Client) -> None:
+    """Another client, such as a tab of the web UI, learns its revision by that."""
+    name = create(client)
+    for _ in range(2):  # the second one changes nothing
+        response = client.put(f"/v1/sessions/{name}/resident", json={"resident": True})
+    operations = client.get("/v1/operations").json()["data"]
+    own = [(item["what"], item["revision"]) for item in operations if item["session"] == name]
+    assert own == [("resident", response.json()["revision"]), ("create", 0)]
 
 
 def test_every_change_for_another_revision_is_refused_and_changes_nothing(
@@ -480,6 +519,9 @@ def test_token_texts_join_to_the_whole_text(client: httpx.Client, smollm2: Model
     for start in range(len(ids)):
         result = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
         assert result == pieces[start:]
+    for start, end, status in ((5, 5, 200), (5, 2, 400)):
+        params = {"start": start, "end": end}
+        assert client.get(f"/v1/sessions/{name}/text", params=params).status_code == status
     client.delete(f"/v1/sessions/{name}")
 
 

@@ -73,6 +73,10 @@ class ForkRequest(StrictBody):
     at: TokenIndex | None = None
 
 
+class RevertRequest(StrictBody):
+    to: SessionName
+
+
 class SnapshotRequest(StrictBody):
     name: SessionName
 
@@ -146,6 +150,20 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
         return session_response(record, 201)
 
     return await wrap_future((engine.run_in_steps if in_steps else engine.run)(apply))
+
+
+@router.post("/v1/sessions/{name}/revert", response_model=None)
+async def revert(body: RevertRequest, context: SessionDep) -> Response:
+    """Replace a session's text and title by those of another session, such as a fork of it.
+
+    Its name, its time of creation and whether it is resident stay, and its revision goes on.
+    """
+    arguments = (context.name, context.owner, body.to, context.revision)
+
+    def apply(operations: SessionOperations) -> Response:
+        return session_response(operations.revert(*arguments))
+
+    return await wrap_future(context.engine.run(apply))
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)

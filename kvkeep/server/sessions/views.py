@@ -79,6 +79,8 @@ async def text(
         stop = min(len(tokens) if end is None else end, start + _MAX_PIECES, len(tokens))
         if start > len(tokens):
             raise InvalidArgument(f"start must be at most {len(tokens)}, the length; found {start}")
+        if end is not None and end < start:
+            raise InvalidArgument(f"end must be at least start, {start}; found {end}")
         ids = tokens[start:stop]
         texts = token_texts(context.tokenizer, tokens[max(0, start - CONTEXT_TOKENS) : start], ids)
         return {
