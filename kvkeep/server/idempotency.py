@@ -5,7 +5,7 @@ receives the first response again, or status 409 if that was too large to be kep
 keys are remembered, in this process only.
 
 A request whose connection is lost goes on for a while, so that a retry finds it whole. A stream
-ends at once: its client has seen a part of it, and closes the connection to cancel the rest.
+ends at once, also before its response starts: its client closes the connection to cancel the rest.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.server.errors import ApiError
+from kvkeep.server.limits import parse_json
 
 _CHANGING_METHODS = frozenset(("POST", "PUT", "DELETE"))
 COMPACTION_PATHS = ("/v1/responses/compact", "/responses/compact")
@@ -37,7 +38,8 @@ _POLL_SECONDS = 0.1
 class _KeyedRequest:
     owner_and_key: tuple[str, str]
     request_digest: str  # of method, path and body: a repeated request has the same
-    response_messages: list[Message] = field(default_factory=list)
+    response_start: Message | None = None
+    response_body: bytearray = field(default_factory=bytearray)
     response_complete: bool = False  # whether it was sent to its end
     response_bytes: int = 0
     is_stream: bool = False
@@ -45,8 +47,28 @@ class _KeyedRequest:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether not all messages of the response are kept."""
+        """Whether the response's body is not kept whole."""
         return self.response_bytes > _MAX_RESPONSE_BYTES
+
+    def record(self, message: Message) -> None:
+        """Add a message of the response to what is kept of it."""
+        if message["type"] == "http.response.start":
+            self.response_start = message
+            content_type = dict(message.get("headers", ())).get(b"content-type", b"")
+            self.is_stream = content_type.startswith(b"text/event-stream")
+            return
+        body = message.get("body", b"")
+        self.response_bytes += len(body)
+        if self.is_too_large:
+            self.response_body.clear()
+        else:
+            self.response_body += body
+        self.response_complete = not message.get("more_body", False)
+
+    async def repeat_response(self, send: Send) -> None:
+        assert self.response_start is not None, "the response must be complete"
+        await send(self.response_start)
+        await send({"type": "http.response.body", "body": bytes(self.response_body)})
 
     def expect_retry(self) -> None:
         self.retry_deadline = time.monotonic() + _RETRY_SECONDS
@@ -97,8 +119,7 @@ class IdempotencyMiddleware:
         request = _KeyedRequest(owner_and_key, hashlib.sha256(digest_input).hexdigest())
         earlier_request = self._requests.get(owner_and_key)
         if earlier_request is None:
-            messages: list[Message] = [{"type": "http.request", "body": body}]
-            await self._run(request, scope, replay(messages, receive), send)
+            await self._run(request, body, scope, receive, send)
         elif earlier_request.request_digest != request.request_digest:
             raise key_reused_error()
         elif not earlier_request.response_complete:
@@ -108,44 +129,46 @@ class IdempotencyMiddleware:
         elif earlier_request.is_too_large:
             raise response_too_long_error()
         else:
-            for response_message in earlier_request.response_messages:
-                await send(dict(response_message))
+            await earlier_request.repeat_response(send)
 
     async def _run(
-        self, request: _KeyedRequest, scope: Scope, receive: Receive, send: Send
+        self, request: _KeyedRequest, body: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run a request, and remember its response unless a retry may succeed."""
         self._requests[request.owner_and_key] = request
+        receive_again = replay([{"type": "http.request", "body": body}], receive)
 
         async def receive_while_awaited() -> Message:
-            message = await receive()
+            message = await receive_again()
             if message["type"] == "http.disconnect":
                 request.expect_retry()
+                if request.response_start is None:
+                    request.is_stream = _asks_for_stream(body)
                 while not request.is_stream and time.monotonic() < request.retry_deadline:
                     await asyncio.sleep(_POLL_SECONDS)
             return message
 
         async def record_and_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                content_type = dict(message.get("headers", ())).get(b"content-type", b"")
-                request.is_stream = content_type.startswith(b"text/event-stream")
-            request.response_bytes += len(message.get("body", b""))
-            if not request.is_too_large:
-                request.response_messages.append(dict(message))
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                request.response_complete = True
+            request.record(message)
             await send(message)
 
         try:
             await self._app(scope, receive_while_awaited, record_and_send)
         finally:
-            status = request.response_messages[0]["status"] if request.response_messages else 503
+            status = request.response_start["status"] if request.response_start else 503
             if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:
                 self._requests.pop(request.owner_and_key, None)
-            elif request.is_too_large:
-                request.response_messages.clear()
             while len(self._requests) > _MAX_KEYS:
                 self._requests.popitem(last=False)
+
+
+def _asks_for_stream(body: bytes) -> bool:
+    """Whether the response of a request with this body is to be a stream of events."""
+    try:
+        fields = parse_json(body) if b'"stream"' in body else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and fields.get("stream") is True
 
 
 def bad_key_error() -> ApiError:

@@ -46,11 +46,15 @@ def body(path: str, first_word: str, **fields: Any) -> dict[str, Any]:
     return {key: prompt[key], BODIES[path]: 1, "store": False, **fields}
 
 
-def send_request(server: RunningServer, path: str, fields: dict[str, Any]) -> socket.socket:
+def send_request(
+    server: RunningServer, path: str, fields: dict[str, Any], key: str = ""
+) -> socket.socket:
     """Send a request without reading the response, and return the connection."""
     url, content = urlsplit(server.url), json.dumps(fields).encode()
     connection = socket.create_connection((url.hostname, url.port))
-    headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\nContent-Length: "
+    headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
+    headers += f"Idempotency-Key: {key}\r\n" if key else ""
+    headers += "Content-Length: "
     connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}{len(content)}\r\n\r\n".encode())
     connection.sendall(content)
     return connection
@@ -160,9 +164,9 @@ def test_a_stream_ends_with_a_client_that_is_gone_before_its_first_event(
     assert not slow_server.service.pending_responses
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "key"), [(False, ""), (True, ""), (True, "key")])
 def test_a_turn_that_waits_for_room_is_given_up_with_its_client(
-    smollm2: Model, tmp_path: Path, stream: bool
+    smollm2: Model, tmp_path: Path, stream: bool, key: str
 ) -> None:
     """It would begin, unseen, when there is room again, also if it is detached."""
     model = model_with_text_of(tmp_path / "model", smollm2.text.folder)
@@ -172,8 +176,10 @@ def test_a_turn_that_waits_for_room_is_given_up_with_its_client(
             client.post("/v1/sessions", json={"name": "waiting"}).raise_for_status()
             turn = {"content": "Hi", "max_tokens": 2, "detached": True, "stream": stream}
             waiting = server.service.admission_queue._waiting
-            with closing(send_request(server, "/v1/sessions/waiting/turns", turn)):
+            with closing(send_request(server, "/v1/sessions/waiting/turns", turn, key)):
                 wait_until(lambda: waiting.get("0"))
+            start = time.monotonic()
             wait_until(lambda: not waiting.get("0"))
+            assert time.monotonic() - start < 8  # a retry of another request is expected for ten
         wait_until(lambda: not busy_records(server))
         assert server.service.engine.find("waiting").result().live.tokens == []

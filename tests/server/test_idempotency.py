@@ -1,14 +1,17 @@
 """Idempotency keys: a request that is sent twice runs once."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import httpx
 import pytest
 from server.conftest import RunningServer, running_server
 
 from kvkeep.model import Model
+from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
 
 names = (f"once-{number}" for number in count())
@@ -59,6 +62,39 @@ def test_a_repeated_request_whose_response_is_too_long_is_not_carried_out_again(
     assert (second.status_code, second.json()["error"]["code"]) == (409, "key_answered")
     assert feed(client, name, "a", tokens=[5]).json()["error"]["code"] == "key_reused"
     assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 3
+
+
+def test_a_repeated_stream_is_kept_and_sent_as_one_body() -> None:
+    """Thousands of events are kept in about the bytes that they have."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number in range(2000):
+            await send({"type": "http.response.body", "body": b"%04d" % number, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    middleware = IdempotencyMiddleware(app)
+    scope = {"type": "http", "method": "POST", "path": "/v1/sessions", "owner": "0"}
+    scope["headers"] = [(b"idempotency-key", b"a")]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send_twice() -> list[list[Any]]:
+        responses: list[list[Any]] = [[], []]
+        for response in responses:
+
+            async def send(message: Any, response: list[Any] = response) -> None:
+                response.append(message)
+
+            await middleware(scope, receive, send)
+        return responses
+
+    first, second = asyncio.run(send_twice())
+    assert first[0] == second[0]
+    assert [b"".join(message.get("body", b"") for message in first[1:])] == [second[1]["body"]]
+    assert (len(first), len(second)) == (2002, 2)
 
 
 def test_a_key_cannot_be_reused_for_another_request(client: httpx.Client) -> None:
