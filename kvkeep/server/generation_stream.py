@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +61,8 @@ class GenerationStream:
         self._queue.append((index, event))
         if not self._wake_scheduled:  # one wake-up for all events until the loop runs
             self._wake_scheduled = True
-            self._loop.call_soon_threadsafe(self._wake)
+            with suppress(RuntimeError):  # the loop is closed; a detached generation goes on
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._wake_scheduled = False

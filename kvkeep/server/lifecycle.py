@@ -37,8 +37,14 @@ class _UvicornServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, banner: str, grace: float):
         super().__init__(config)
         self._service, self._banner, self._grace = service, banner, grace
+        self._deadline = 0.0  # the end of the grace, of time.monotonic(); 0 before a signal
+
+    @property
+    def remaining_grace(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._deadline = self._deadline or time.monotonic() + self._grace
         self._service.closing = True  # ends streams of events, which uvicorn would wait for
         asyncio.get_running_loop().call_later(self._grace, self._service.end_streams)
         super().handle_exit(sig, frame)
@@ -63,7 +69,10 @@ def run_server(
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
     drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until a signal. options: of `kvkeep serve`, by name. drain: awaited at the end."""
+    """Serve until a signal, and close the engine.
+
+    options: of `kvkeep serve`, by name. drain: awaited at the end.
+    """
     listener = _listen(options["host"], options["port"])
     if options["verbose"]:
         log_requests()
@@ -89,15 +98,17 @@ def run_server(
     urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"
     banner = "" if options["quiet"] else f"kvkeep serves {name} on {url}\n{urls}"
 
+    server = _UvicornServer(config, service, banner, options["grace"])
+
     async def serve_and_drain() -> None:
         try:
-            server = _UvicornServer(config, service, banner, options["grace"])
             await server.serve(sockets=[listener])
         finally:
             if drain is not None:
                 await drain()
 
     asyncio.run(serve_and_drain())
+    engine.close(server.remaining_grace)  # for answers that go on without their clients
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

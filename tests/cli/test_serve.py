@@ -19,6 +19,7 @@ from timeouts import PATIENCE
 from kvkeep.cli.main import main
 from kvkeep.cli.options import parse_size
 from kvkeep.cli.output import format_size
+from kvkeep.loader import load_model
 
 COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "serve"]
 
@@ -153,6 +154,23 @@ def test_on_sigterm_the_server_finishes_requests_and_saves_sessions(
         assert entry["saved_revision"] == 2
         text = httpx.get(f"{url}/v1/sessions/a/text").json()
         assert text["total"] > 100
+
+
+def test_an_answer_without_its_client_has_the_grace_too(tiny_folder: Path, tmp_path: Path) -> None:
+    ends = {str(token): -100 for token in load_model(tiny_folder).end_token_ids}
+    turn = {"content": "Once", "max_tokens": 200, "stream": True, "detached": True}
+    turn |= {"logit_bias": ends}
+    with serving(tiny_folder, tmp_path, "--grace", "60") as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        path = f"{url}/v1/sessions/a/turns"
+        with httpx.stream("POST", path, json=turn, timeout=PATIENCE) as sent:
+            assert "event: token" in sent.iter_lines()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    with serving(tiny_folder, tmp_path) as (_, url):
+        memory = httpx.get(f"{url}/v1/sessions/a/memory", timeout=PATIENCE).json()
+        answer = memory["spans"]["turn 1 answer"]
+        assert answer["end"] - answer["start"] == 200
 
 
 @pytest.mark.parametrize(
