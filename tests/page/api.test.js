@@ -5,7 +5,8 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { BROKEN_OFF, keyProblem, streamEvents } = await import(`${FILES}/api.js`);
-const { goneText, joinedDraft } = await import(`${FILES}/chat_empty.js`);
+const { goneText } = await import(`${FILES}/chat_empty.js`);
+const { joinedDraft } = await import(`${FILES}/chat_place.js`);
 
 test("a stream that breaks off is an error in plain words", async () => {
   globalThis.sessionStorage = { getItem: () => null };

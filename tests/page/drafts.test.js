@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
-const { beforeDraft, keepDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
+const { beforeDraft, closedView, keepDraft, openedView, returnDraft, storeDrafts, takeDraft } = await import(`${FILES}/chat_place.js`);
 const { dropOpenNotes, keepNote, noteOf, noteText, openNote, signatureOf } = await import(`${FILES}/message_note.js`);
 const { watchSize } = await import(`${FILES}/message_size.js`);
 const { unreadOf } = await import(`${FILES}/turns.js`);
@@ -33,6 +33,23 @@ test("drafts are stored for the next page, and without their files if these are 
   most = 60;
   assert.ok(!storeDrafts());
   assert.deepEqual(JSON.parse(stored), [["c", { text: "Read this", files: [] }]]);
+});
+
+test("a message that is put back goes to the view that shows its conversation, whose draft is stored, too", () => {
+  const draft = (text) => ({ text, files: [] });
+  let stored = "";
+  globalThis.sessionStorage = { getItem: () => "[]", setItem: (_, value) => (stored = value) };
+  const view = { name: "e", chosen: {}, frame: { box: { draft: draft("New") } } };
+  openedView(view);
+  returnDraft("e", draft("Sent"));
+  returnDraft("f", draft("Other"));
+  returnDraft("f", draft("First"));
+  assert.equal(view.frame.box.draft.text, "Sent\n\nNew");
+  storeDrafts();
+  const written = Object.fromEntries(JSON.parse(stored));
+  assert.deepEqual([written.e.text, written.f.text], ["Sent\n\nNew", "First\n\nOther"]);
+  closedView(view);
+  assert.deepEqual([takeDraft("e").text, takeDraft("f").text], ["Sent\n\nNew", "First\n\nOther"]);
 });
 
 test("a message is measured again when memory changes, but counted once", async () => {

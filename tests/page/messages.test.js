@@ -5,7 +5,8 @@ import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
 const { branchTitle, titleFor } = await import(`${FILES}/chat_settings.js`);
-const { isCopyOf, keepUndo } = await import(`${FILES}/undo.js`);
+const { isCopyOf } = await import(`${FILES}/undo.js`);
+const { keepUndo } = await import(`${FILES}/undo_copies.js`);
 const { turnsOf } = await import(`${FILES}/turns.js`);
 const { budgetRange } = await import(`${FILES}/settings_dialog.js`);
 const { withDates } = await import(`${FILES}/conversations.js`);
@@ -17,7 +18,17 @@ test("a message is split into its blocks of code and the text around them", () =
   const file = withFiles("Q", [{ name: "a.md", text: "```\nx\n```" }]);
   assert.deepEqual(pieces(file), [[false, "a.md"], [true, "````\n```\nx\n```\n````"], [false, "Q"]]);
   assert.deepEqual(pieces("```\n```"), [[true, "```\n```"]]);
+  assert.deepEqual(pieces("```\n````\nA\n```"), [[true, "```\n````"], [false, "A\n```"]]); // the first one as long ends it
   for (const text of [" a\n", "a ```x``` b", "```\nno end", "```a```\nb\n"]) assert.deepEqual(pieces(text), [[false, text]]);
+});
+
+test("messages of many marks without an end take no time that grows with their square", () => {
+  const start = performance.now();
+  const [fences, thoughts] = ["```python\n".repeat(30_000), `a\n${"<think> x\n</thinking>\n".repeat(30_000)}`];
+  assert.deepEqual(splitFences(fences), [{ isCode: false, text: fences }]);
+  assert.equal(splitAnswer(thoughts).length, 1);
+  assert.ok(performance.now() - start < 3000);
+  assert.match(withFiles("", [{ name: "a", text: "`a ".repeat(140_000) }]), /^a\n```\n/);
 });
 
 test("conversations of the same title have dates", () => {

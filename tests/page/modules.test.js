@@ -4,16 +4,15 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 const FILES = "../../kvkeep/server/page/files";
+const { offeredStep } = await import(`${FILES}/undo.js`);
 const { splitAnswer, toolName, withFiles } = await import(`${FILES}/message_parts.js`);
 const { cellsOf, checkpointsOf, pinnable, nextNumber, rangesOf, residualCells, sharesOf, standingText, statusOf, openingText, turnsOf, turnsSince, turnTitle, withoutEnd } = await import(`${FILES}/turns.js`);
 const { branchTitle, longestAnswer, nameFor, titleFor, titleOf } = await import(`${FILES}/chat_settings.js`);
 const { defaultTexts } = await import(`${FILES}/settings_dialog.js`);
-const { shownOperations } = await import(`${FILES}/operations.js`);
 const { keepView, keptView } = await import(`${FILES}/chat_place.js`);
 const { folded, nested } = await import(`${FILES}/conversations.js`);
 const { sizeWarning } = await import(`${FILES}/message_size.js`);
 const { noteText, openNote } = await import(`${FILES}/message_note.js`);
-const { isUndoCopy, isUndoName, offeredStep } = await import(`${FILES}/undo.js`);
 const { sinceText } = await import(`${FILES}/undo_change.js`);
 
 const memory = (fields) => ({ tokens: 0, cells: 0, runs: [], spans: {}, checkpoints: [], residual_cells: 0, heads: 6, rewind_room: 0, removable: ["pinned", "kept", "window", "forgotten"], ...fields });
@@ -113,16 +112,6 @@ test("branches follow their parents, and every entry occurs once", () => {
   const order = nested(entries).map(([{ name }, depth]) => [name, depth]);
   assert.deepEqual(order.slice(0, 4), [["a", 0], ["b", 1], ["c", 2], ["lost", 0]]);
   assert.deepEqual(order.map(([name]) => name).sort(), ["a", "b", "c", "lost", "x", "y"]);
-});
-
-test("forks that are kept for undo are known by their names", () => {
-  assert.ok(isUndoName("_undo.a.b-1.2.edit"));
-  assert.ok(!isUndoName("_undo"));
-  const copy = { name: "_undo.a.1.pin", parent: "a" };
-  assert.ok(isUndoCopy(copy, [copy, { name: "a" }]));
-  const newer = { name: "_undo.a.10.pin", parent: "a" };
-  assert.ok(isUndoCopy(copy, [copy, newer]));
-  assert.ok(!isUndoCopy(newer, [copy, newer])); // the newest that is left is shown
 });
 
 test("the newest change is undone, but no pin once the text has gone on", () => {
@@ -239,13 +228,6 @@ test("before memory is full for the first time, it is said that text will be for
 test("the next turn has the number after the highest", () => {
   assert.equal(nextNumber({}), 1);
   assert.equal(nextNumber({ "turn 2": span(0, 1), "turn 10": span(1, 2), "turn 10 answer": span(1, 2), opening: span(0, 1) }), 11);
-});
-
-test("an undo is one operation, and copies for it are none", () => {
-  const operation = (what, session, parent = null) => ({ what, session, parent });
-  const copy = "_undo.a.1.remove";
-  const log = [operation("delete", copy, "a"), operation("fork", "a", copy), operation("delete", "a"), operation("delete", "b"), operation("fork", "a-2", "a"), operation("edit", "a"), operation("fork", copy, "a")];
-  assert.deepEqual(shownOperations(log).map(({ what, session }) => [what, session]), [["undo", "a"], ["delete", "b"], ["fork", "a-2"], ["edit", "a"]]);
 });
 
 test("a turn's title has the number of its label", () => {

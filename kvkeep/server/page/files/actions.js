@@ -1,12 +1,12 @@
 // The buttons that change a session, and what is selected in it.
 
-import { send } from "./api.js";
-import { titleOf } from "./chat_settings.js";
-import { fill, h, number, promptDialog, showStatus } from "./dom.js";
+import { drop, titleOf } from "./chat_settings.js";
+import { promptDialog } from "./dialog.js";
+import { fill, h, number, showStatus } from "./dom.js";
 import { NAME } from "./names.js";
 import { rangesOf } from "./turns.js";
 import { undoElement } from "./undo_button.js";
-import { undoNamesOf } from "./undo.js";
+import { copiesOf, deleteCopies } from "./undo_copies.js";
 
 /** @typedef {import("./inspector_change.js").Change} Change */
 
@@ -77,10 +77,11 @@ async function compress(change) {
 async function remove(change, shownTitle) {
   const note = "Its text and its memory are removed; this cannot be undone.";
   if (!(await promptDialog(`Delete "${shownTitle}"?`, [], "Delete", h("p", {}, note)))) return;
-  const copies = await undoNamesOf(change.name).catch(() => []);
+  const copies = await copiesOf(change.name).catch(() => []);
   const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "Conversation deleted.");
   if (!deleted) return;
-  for (const copy of copies) await send("DELETE", `/v1/sessions/${copy}`).catch(() => {}); // one that is left is shown in the tree
+  drop(change.name);
+  await deleteCopies(copies);
   location.hash = "#/";
 }
 

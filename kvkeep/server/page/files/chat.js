@@ -1,12 +1,12 @@
 // The chat: loads a conversation, draws it, and runs one change or answer at a time.
 
-import { BUSY, BUSY_ELSEWHERE, CHANGED, CHANGING } from "./session_change.js";
+import { BUSY, BUSY_ELSEWHERE, CHANGED, CHANGING, isUnchanged } from "./session_change.js";
 import { get, messageOf, nullIfMissing } from "./api.js";
 import { ChatAnswers } from "./chat_answers.js";
-import { goneParagraph, joinedDraft, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
+import { goneParagraph, NOTHING_DONE, welcomeTexts } from "./chat_empty.js";
 import { ChatFrame } from "./chat_frame.js";
 import { handlersOf, loadChanges, onKey, withChanges } from "./chat_handlers.js";
-import { keepDraft, keepView, keptView, storeDrafts, takeDraft } from "./chat_place.js";
+import { closedView, keepView, keptView, openedView, returnDraft, takeDraft } from "./chat_place.js";
 import { titleOf } from "./chat_settings.js";
 import { originOf } from "./conversations.js";
 import { fill, focusNow, h, showStatus, statusText } from "./dom.js";
@@ -50,6 +50,7 @@ export class ChatView {
     this.turns = [];
     this.failedToLoad = false; // whether the status says so
     this.shownHeader = ""; // what its buttons are for
+    this.loads = this.applied = 0; // how often it was loaded, and the number of the newest result
     this.busy = false; // whether an answer or a change is in progress
     /** @type {import("./chat_settings.js").Chosen} */
     this.chosen = { session: {}, system: "", sampling: {} };
@@ -61,8 +62,7 @@ export class ChatView {
 
   listen() {
     const { signal } = this;
-    for (const leave of [() => this.answers.leave(), () => this.keepView(), () => this.keepDraft()]) signal.addEventListener("abort", leave);
-    for (const leaving of ["beforeunload", "pagehide"]) window.addEventListener(leaving, (event) => this.storeDrafts(event), { signal });
+    for (const leave of [() => this.answers.leave(), () => this.keepView(), () => closedView(this)]) signal.addEventListener("abort", leave);
     document.addEventListener("keydown", (event) => onKey(this, event), { signal });
     const reloadSoon = debounce(() => (this.busy ? reloadSoon() : this.reload()));
     onOperation((operation) => {
@@ -87,6 +87,7 @@ export class ChatView {
     const draft = takeDraft(name);
     this.frame.box.draft = draft;
     this.chosen = draft.chosen || this.chosen;
+    openedView(this);
     const focused = focusNow();
     if (name === null) this.drawWelcome();
     else {
@@ -132,10 +133,13 @@ export class ChatView {
   }
 
   // Loads the session's memory and text, and draws them. Raises ApiError.
+  /** @returns {Promise<void>} */
   async load() {
-    const [name, before] = [this.name, this.isOutdated ? null : this.memory];
+    const [name, before, number] = [this.name, this.isOutdated ? null : this.memory, ++this.loads];
+    const isLate = () => this.signal.aborted || name !== this.name || number < this.applied;
     const memory = /** @type {Memory | null} */ (await get(`${this.path}/memory`).catch(nullIfMissing));
-    if (this.signal.aborted || name !== this.name) return;
+    if (isLate()) return;
+    if (!memory || isUnchanged(before, memory)) this.applied = number;
     if (!memory) return this.drawGone();
     if (isUnchanged(before, memory)) {
       this.memory = memory;
@@ -143,8 +147,10 @@ export class ChatView {
       return this.drawBusy();
     }
     const first = this.answers.hasAppended(before, memory) ? this.turns.at(-1)?.start || 0 : 0; // an answer that goes on loses its end token
-    const pieces = await fetchPieces(/** @type {string} */ (name), first, memory.tokens);
-    if (this.signal.aborted || name !== this.name) return;
+    const pieces = await fetchPieces(memory, first, memory.tokens);
+    if (isLate()) return;
+    if (!pieces) return this.load();
+    this.applied = number;
     [this.memory, this.isOutdated, this.isDeleted, this.answers.appendedRevision] = [memory, false, false, null]; // revisions start again after an undo
     this.texts = [...this.texts.slice(0, first), ...pieces.map(({ text }) => text)];
     this.drawBusy();
@@ -179,7 +185,7 @@ export class ChatView {
     this.drawHeader();
     const shown = this.turns.filter(({ parts }) => parts.length);
     const elements = shown.map((turn) => turnElement(turn, (part) => [...turnButtons(this, turn, part), noteElement(memory, part, turn, turn === turns.at(-1)), standingNote(memory, part)]));
-    if (elements.length) this.frame.drawTurns(elements);
+    if (elements.length) this.frame.drawTurns(shown, elements);
     else this.frame.welcome("Nothing has been said here yet.");
     this.frame.drawMemory(memory, this.turns);
     if (isFollowed) this.frame.goToEnd();
@@ -230,7 +236,7 @@ export class ChatView {
   async isCurrent() {
     const before = this.memory;
     if (this.isOutdated || !before) await this.reload();
-    const isSame = !before || (before.revision === this.memory?.revision && before.tokens === this.memory?.tokens);
+    const isSame = !before || isUnchanged(before, this.memory);
     if (!isSame && this.memory) showStatus(CHANGED, true);
     if (this.frame.isGone) showStatus(NOTHING_DONE, true);
     return isSame && this.memory !== null && !this.isOutdated;
@@ -238,12 +244,8 @@ export class ChatView {
 
   // Shows the beginning of a new conversation in place of one that did not begin, with what was written and chosen for it. A view that was left keeps that for the next one.
   beginAnew() {
+    if (this.signal.aborted) return returnDraft(null, { ...takeDraft(this.name), chosen: this.chosen });
     const { draft } = this.frame.box;
-    if (this.signal.aborted) {
-      takeDraft(this.name); // the message that was put back
-      keepDraft(null, { ...joinedDraft(draft, takeDraft(null)), chosen: this.chosen });
-      return;
-    }
     [this.name, this.memory, this.texts, this.turns, this.shownHeader] = [null, null, [], [], ""];
     history.replaceState(null, "", "#/");
     this.frame = new ChatFrame(this.container, this.edits, handlersOf(this));
@@ -265,25 +267,19 @@ export class ChatView {
     return this.memory?.busy ? BUSY_ELSEWHERE : "";
   }
 
+  // Whether there is an answer that can be stopped.
+  get isStoppable() {
+    return this.edits && (this.answers.running !== null || this.busyText === BUSY_ELSEWHERE);
+  }
+
   drawBusy() {
     this.frame.setBusy(this.busyText);
-    this.frame.box.setStoppable(this.edits && (this.answers.running !== null || this.busyText === BUSY_ELSEWHERE));
+    this.frame.box.setStoppable(this.isStoppable);
     if (!this.busyText && [BUSY, CHANGING, BUSY_ELSEWHERE].includes(statusText() || "")) showStatus("");
   }
 
   keepView() {
     if (this.name !== null && this.memory) keepView(this.name, this.frame.view);
-  }
-
-  keepDraft() {
-    keepDraft(this.name, { ...this.frame.box.draft, ...(this.name === null ? { chosen: this.chosen } : {}) });
-  }
-
-  // Stores what is not sent yet before the page is left; the browser asks if there is too much of it.
-  /** @param {Event} event */
-  storeDrafts(event) {
-    this.keepDraft();
-    if (!storeDrafts()) event.preventDefault();
   }
 
   // Shows another conversation in this view.
@@ -294,7 +290,3 @@ export class ChatView {
     [this.name, this.memory, this.texts, this.turns] = [name, null, [], []];
   }
 }
-
-// Whether a session is the one that was shown, as it was.
-/** @param {Memory | null} shown @param {Memory} now */
-const isUnchanged = (shown, now) => shown?.created === now.created && shown.revision === now.revision && shown.tokens === now.tokens;

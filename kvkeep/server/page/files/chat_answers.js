@@ -3,6 +3,7 @@
 import { changeError, changeHeaders } from "./session_change.js";
 import { ApiError, get, messageOf, send, streamEvents } from "./api.js";
 import { NOTHING_DONE } from "./chat_empty.js";
+import { returnDraft } from "./chat_place.js";
 import { drop, keep, keptOf, longestAnswer, nameFor, titleFor } from "./chat_settings.js";
 import { conversationsChanged } from "./conversations.js";
 import { fill, showStatus } from "./dom.js";
@@ -84,8 +85,8 @@ export class ChatAnswers {
 
   /** Puts a message back into the box that is not in the conversation. @param {string} content */
   giveBack(content) {
-    this.chat.frame.box.restore(content);
-    if (this.chat.signal.aborted) this.chat.keepDraft();
+    if (this.chat.signal.aborted) returnDraft(this.chat.name, { text: content, files: [] });
+    else this.chat.frame.box.restore(content);
   }
 
   // Creates the session of a new conversation. Raises ApiError.
@@ -124,7 +125,7 @@ export class ChatAnswers {
   async continueAnswer() {
     const memory = /** @type {Memory} */ (this.chat.memory);
     const { sampling } = keptOf(memory.name);
-    const bar = this.chat.frame.lastAnswerBar();
+    const bar = this.chat.frame.takeLastAnswerBar();
     bar?.querySelector(".note")?.remove(); // that it is not complete
     const turn = openTurn(null, { bar });
     this.chat.frame.log.append(turn.element);

@@ -1,16 +1,17 @@
 // What changes a conversation: answers once more, branches, settings and edits of memory, with undo.
 
 import { createBeside, forkConversation } from "./branches.js";
-import { CHANGED, changeError, changeHeaders } from "./session_change.js";
-import { keepDraft } from "./chat_place.js";
+import { CHANGED, changeError, changeHeaders, isUnchanged } from "./session_change.js";
+import { returnDraft } from "./chat_place.js";
 import { keep, keptOf, longestAnswer, titleFor } from "./chat_settings.js";
 import { NOT_LOADED, send } from "./api.js";
-import { h, promptDialog, showStatus, takeStatus } from "./dom.js";
+import { keepLeft, promptDialog } from "./dialog.js";
+import { h, showStatus, takeStatus } from "./dom.js";
 import { changedText, noWayBackText } from "./memory_text.js";
 import { keepNote, signatureOf } from "./message_note.js";
 import { fetchSessions } from "./session_list.js";
 import { canGoBackTo, openingText, turnText } from "./turns.js";
-import { dropIfUnchanged, keepUndo } from "./undo.js";
+import { dropIfUnchanged, keepUndo } from "./undo_copies.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./turns.js").Part} Part */
@@ -39,7 +40,7 @@ export class ChatChanges {
         headers = changeHeaders(revision);
       }
     };
-    const isCurrent = shown.revision === this.chat.memory?.revision;
+    const isCurrent = isUnchanged(shown, this.chat.memory);
     if (!isCurrent) showStatus(CHANGED, true); // while a dialog was open
     const isDone = isCurrent && (await this.change(operation, run, message));
     if (isDone && operation === "replace") this.markReplaced(bodies[0].start);
@@ -106,7 +107,7 @@ export class ChatChanges {
     if (!canGoBackTo(memory, answer.start)) return showStatus(`The model cannot go back to where this answer begins, as ${noWayBackText(memory, answer.start)}. ${ASK_ANEW}`, true);
     const count = memory.tokens - answer.start;
     const rewind = (/** @type {any} */ headers) => send("POST", `${this.chat.path}/rewind`, { count }, { headers });
-    if (!(await this.change("regenerate", rewind, ""))) return;
+    if (!(await this.change("regenerate", rewind, "")) || !this.chat.memory) return;
     await this.chat.answers.continueAnswer();
     const turn = this.chat.turns.at(-1);
     if (turn) keep(memory.name, { regenerated: signatureOf({ text: turnText(turn) }) });
@@ -118,18 +119,21 @@ export class ChatChanges {
    */
   async editQuestion(turn, question, written = question.text, failure = "") {
     const fields = [{ name: "text", label: "Message", kind: "textarea", value: written, required: true }];
-    const at = this.chat.turns[0] === turn ? 0 : turn.start;
+    const at = this.chat.turns[0].label === turn.label ? 0 : turn.start;
     const memory = /** @type {Memory} */ (this.chat.memory);
     const isHeld = canGoBackTo(memory, at);
     const note = h("p", { class: "hint" }, isHeld ? IN_A_BRANCH : `The model cannot go back to this message, as ${noWayBackText(memory, at)}: ${IN_A_NEW_ONE}`);
     const values = await promptDialog("Edit message", fields, "Send", note, failure ? h("p", { class: "failure" }, failure) : null);
-    if (!values) return;
+    if (!values) return keepLeft(this.chat.name, question.text);
     const text = String(values.text);
     const name = isHeld ? await this.fork(at, text) : await this.startAnew(text);
-    if (this.chat.signal.aborted) return name ? keepDraft(name, { text, files: [] }) : this.chat.answers.giveBack(text);
-    if (!name) return this.editAgain(question, text);
-    this.chat.leaveFor(name);
-    await this.chat.load();
+    if (!this.chat.signal.aborted) {
+      if (!name) return this.editAgain(question, text);
+      this.chat.leaveFor(name);
+      await this.chat.reload();
+    }
+    if (this.chat.signal.aborted) return returnDraft(name ?? this.chat.name, { text, files: [] });
+    if (!this.chat.memory || this.chat.failedToLoad) return this.chat.answers.giveBack(text);
     showStatus(isHeld ? BRANCHED : BEGUN_ANEW);
     await this.chat.answers.takeTurn(text);
   }

@@ -1,6 +1,6 @@
 // What a chat shows in place of turns: before the first one, and once the server no longer has the conversation.
 
-import { beforeDraft, keepDraft, takeDraft } from "./chat_place.js";
+import { returnDraft } from "./chat_place.js";
 import { h } from "./dom.js";
 import { MOST } from "./undo.js";
 
@@ -28,17 +28,8 @@ export const goneText = (isDeleted) =>
  */
 export function goneParagraph(isDeleted, box) {
   const moveDraft = () => {
-    keepDraft(null, joinedDraft(box.draft, takeDraft(null)));
+    returnDraft(null, box.draft);
     box.draft = { text: "", files: [] };
   };
   return [`${goneText(isDeleted)} `, h("a", { href: "#/", onclick: moveDraft }, "Start a new one"), "."];
 }
-
-/**
- * Returns two drafts as one.
- * @param {Draft} first @param {Draft} second
- */
-export const joinedDraft = (first, second) => ({
-  text: first.text.trim() ? beforeDraft(first.text, second.text) : second.text,
-  files: [...first.files, ...second.files],
-});

@@ -39,6 +39,8 @@ export class ChatFrame {
     /** @type {import("./chat_place.js").Place | null} */
     this.nextPlace = null; // that the turns are shown at when they are first drawn
     this.settlingFrames = 0; // in which the view still goes to the end
+    /** @type {WeakMap<any, string>} */
+    this.keys = new WeakMap(); // of the elements of turns: what they were drawn from
     this.log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
     this.heading = h("h1");
     this.origin = h("p", { class: "origin", hidden: true });
@@ -216,9 +218,11 @@ export class ChatFrame {
     for (const button of this.log.querySelectorAll("button.change")) button.disabled = isBusy;
   }
 
-  // Returns the buttons and notes of the answer at the end, if there is one.
-  lastAnswerBar() {
-    return this.log.querySelector(".turn:last-child > .answer:last-child > .message-bar");
+  // Returns the buttons and notes of the answer at the end, if there is one, to be moved elsewhere: its turn is drawn anew.
+  takeLastAnswerBar() {
+    const bar = this.log.querySelector(".turn:last-child > .answer:last-child > .message-bar");
+    if (bar) this.keys.delete(bar.closest(".turn"));
+    return bar;
   }
 
   // Shows paragraphs in place of turns.
@@ -228,15 +232,22 @@ export class ChatFrame {
     this.endButton.show(false);
   }
 
-  // Replaces the turns. The first one in view stays where it is, and turns out of view have the heights of before.
-  /** @param {HTMLElement[]} elements */
-  drawTurns(elements) {
+  // Replaces the turns that are not what they were. The first one in view stays where it is, and turns out of view have the heights of before.
+  /** @param {Turn[]} turns @param {HTMLElement[]} drawn of each */
+  drawTurns(turns, drawn) {
+    const shown = new Map([...this.log.children].map((element) => [this.keys.get(element), element]));
+    const elements = drawn.map((element, at) => {
+      const key = JSON.stringify(turns[at]) + element.outerHTML;
+      this.keys.set(element, key);
+      return /** @type {HTMLElement} */ (shown.get(key) || element);
+    });
     const place = placeOf(this.log) || this.nextPlace;
     this.nextPlace = null;
     const wasInView = isInView(/** @type {HTMLElement | null} */ (this.log.querySelector(".turn.selected")), this.log);
     keepFolds(this.log, elements);
     if (place) reserveHeights(elements, place);
-    fill(this.log, elements);
+    for (const child of [...this.log.childNodes]) if (!elements.includes(/** @type {any} */ (child))) child.remove();
+    elements.forEach((element, at) => element === this.log.childNodes[at] || this.log.insertBefore(element, this.log.childNodes[at]));
     if (place) scrollToPlace(this.log, place);
     if (wasInView) elements.find((turn) => turn.dataset.turn === this.selected)?.scrollIntoView({ block: "nearest" });
     this.disableChanges();

@@ -1,7 +1,7 @@
 // What a chat does when its view's controls or keys are used.
 
 import { NOT_LOADED } from "./api.js";
-import { showStatus } from "./dom.js";
+import { isComposing, showStatus } from "./dom.js";
 
 /** @typedef {import("./chat.js").ChatView} ChatView */
 /** @typedef {import("./chat_changes.js").ChatChanges} ChatChanges */
@@ -52,10 +52,11 @@ export function partNow({ memory, turns }, part) {
  * Stops an answer or closes the panel by Escape; "/" leads to the message box.
  * @param {ChatView} chat @param {KeyboardEvent} event
  */
-export function onKey({ answers, edits, frame }, event) {
+export function onKey({ answers, edits, frame, isStoppable }, event) {
+  if (isComposing(event)) return;
   const typing = /** @type {HTMLElement} */ (event.target).closest?.("input, textarea, select, dialog");
   if (event.key === "Escape" && document.querySelector("dialog[open]")) return; // it closes the dialog
-  if (event.key === "Escape" && answers.running) answers.stop();
+  if (event.key === "Escape" && isStoppable) answers.stop();
   else if (event.key === "Escape" && frame.isPanelOpen) frame.togglePanel(false);
   if (event.key === "/" && !typing && edits) {
     event.preventDefault();

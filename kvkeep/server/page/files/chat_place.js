@@ -46,9 +46,45 @@ export function takeDraft(name) {
   return draft;
 }
 
+/** @typedef {{name: string | null, chosen: Draft["chosen"], frame: {box: {draft: Draft}}}} OpenView  A chat that is shown. */
+
+/** @type {OpenView | null} */
+let openView = null;
+
+/** @param {OpenView} view */
+const draftOf = ({ name, chosen, frame }) => ({ ...frame.box.draft, ...(name === null ? { chosen } : {}) });
+
+/** @param {OpenView} view */
+export const openedView = (view) => (openView = view);
+
+/** Keeps the draft of a chat that is left. @param {OpenView} view */
+export function closedView(view) {
+  openView = null;
+  keepDraft(view.name, draftOf(view));
+}
+
+/**
+ * Puts a message that was not sent before the draft of its conversation, in the view that shows it if there is one.
+ * @param {string | null} name @param {Draft} message
+ */
+export function returnDraft(name, message) {
+  if (openView?.name === name) openView.frame.box.draft = joinedDraft(message, openView.frame.box.draft);
+  else keepDraft(name, { ...message, ...joinedDraft(message, takeDraft(name)) });
+}
+
+/** Events after which the page may not come back. */
+const LEAVING = ["beforeunload", "pagehide", "visibilitychange"];
+
+/** Has drafts stored before the page is left; the browser asks if there is too much of them. */
+export function storeOnLeaving() {
+  for (const leaving of LEAVING) window.addEventListener(leaving, (event) => storeDrafts() || event.preventDefault());
+}
+
 /** Stores the drafts for this tab's next page. Returns whether there was room for all of them; texts come before files. */
 export function storeDrafts() {
-  const written = [...allDrafts()].filter(([, { text, files }]) => text.trim() || files.length);
+  const all = new Map(allDrafts());
+  if (openView) all.set(openView.name, draftOf(openView));
+  const written = [...all].filter(([, { text, files }]) => text.trim() || files.length);
   const withoutFiles = written.map(([name, { text }]) => [name, { text, files: [] }]);
   for (const kept of [written, withoutFiles]) {
     try {
@@ -66,6 +102,15 @@ export function storeDrafts() {
  * @param {string} message @param {string} draft
  */
 export const beforeDraft = (message, draft) => (draft.trim() ? `${message}\n\n${draft}` : message);
+
+/**
+ * Returns two drafts as one.
+ * @param {Draft} first @param {Draft} second
+ */
+export const joinedDraft = (first, second) => ({
+  text: first.text.trim() ? beforeDraft(first.text, second.text) : second.text,
+  files: [...first.files, ...second.files],
+});
 
 /** @param {HTMLElement} log @returns {HTMLElement[]} */
 const turnsIn = (log) => [...log.querySelectorAll(".turn[data-turn]")].map((turn) => /** @type {HTMLElement} */ (turn));

@@ -10,10 +10,14 @@ import { h } from "./dom.js";
 
 const STORE = "kvkeep conversations";
 
-/** @returns {Record<string, Kept>} */
+/** @type {[string, Record<string, Kept>]} */
+let latest = ["{}", {}]; // what was stored when it was last read, and what it says
+
 function load() {
   try {
-    return JSON.parse(localStorage.getItem(STORE) || "{}");
+    const text = localStorage.getItem(STORE) || "{}";
+    if (text !== latest[0]) latest = [text, JSON.parse(text)];
+    return latest[1];
   } catch {
     return {};
   }

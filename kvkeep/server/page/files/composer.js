@@ -1,10 +1,20 @@
 // The message box: text, attached files, and buttons to send and to stop.
 
 import { beforeDraft } from "./chat_place.js";
-import { h, fill, showStatus } from "./dom.js";
+import { h, fill, isComposing, showStatus } from "./dom.js";
 import { withFiles } from "./message_parts.js";
 
 const MAX_FILE_BYTES = 2_000_000;
+
+/** Returns a file's text; null if it has none in UTF-8, or is gone. @param {File} file */
+async function textOf(file) {
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    return text.includes("\0") ? null : text;
+  } catch {
+    return null;
+  }
+}
 
 /**
  * Creates the files that are attached to a message, as a list of chips and a picker.
@@ -33,10 +43,10 @@ function attachments(onChange) {
   const add = async (chosen) => {
     const added = [];
     for (const file of chosen) {
-      const text = file.size <= MAX_FILE_BYTES ? await file.text() : "";
-      if (file.size > MAX_FILE_BYTES) showStatus(`${file.name} is larger than 2 MB: attach a part of it.`, true);
-      else if (text.includes("\0")) showStatus(`${file.name} is not a text file: attach text, such as code or Markdown.`, true);
-      else added.push({ name: file.name, text });
+      const text = file.size > MAX_FILE_BYTES ? null : await textOf(file);
+      if (text !== null) added.push({ name: file.name, text });
+      else if (file.size > MAX_FILE_BYTES) showStatus(`${file.name} is larger than 2 MB: attach a part of it.`, true);
+      else showStatus(`${file.name} is not a text file that can be read: attach text in UTF-8, such as code or Markdown.`, true);
     }
     show([...files, ...added]);
     onChange();
@@ -96,10 +106,9 @@ export function composer(onSend, onStop, onSettings, room) {
     input.focus(); // the button that was clicked is disabled
     onSend(text, typed.trim() ? typed : text);
   };
-  input.addEventListener("input", resize);
-  input.addEventListener("input", measureAll);
+  for (const update of [resize, measureAll]) input.addEventListener("input", update);
   input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey && !isComposing(event)) {
       event.preventDefault();
       send();
     }
@@ -123,11 +132,12 @@ export function composer(onSend, onStop, onSettings, room) {
       sendButton,
     ),
   );
-  form.addEventListener("dragover", (/** @type {Event} */ event) => event.preventDefault());
-  form.addEventListener("drop", (/** @type {DragEvent} */ event) => {
+  const onDrag = (/** @type {DragEvent} */ event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return; // text goes where it is dropped
     event.preventDefault();
-    attached.add(event.dataTransfer?.files || []);
-  });
+    if (event.type === "drop") attached.add(event.dataTransfer.files);
+  };
+  for (const kind of ["dragover", "drop"]) form.addEventListener(kind, onDrag);
 
   return {
     element: form,

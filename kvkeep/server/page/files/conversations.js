@@ -1,10 +1,10 @@
 // The list of conversations at the left: search, open, rename, delete.
 
-import { ApiError, messageOf, NOT_LOADED, send } from "./api.js";
+import { ApiError, messageOf, NOT_LOADED } from "./api.js";
 import { keptOf, titleOf, titleParts } from "./chat_settings.js";
-import { fill, h, markCurrent, promptDialog, showStatus } from "./dom.js";
+import { fill, h, isComposing, markCurrent, showStatus } from "./dom.js";
 import { debounce, isLive, onOperation } from "./live.js";
-import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
+import { fetchSessions, onSessions } from "./session_list.js";
 import { isUndoCopy, isUndoName } from "./undo.js";
 
 const RELOAD_EVERY = 3000; // milliseconds: generations are logged when they end
@@ -65,6 +65,7 @@ export function conversations(container, edits) {
   search.addEventListener("input", draw);
   search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const first = list.querySelector("a");
+    if (isComposing(event)) return;
     if (event.key === "Escape") leave(event);
     if (event.key === "Enter" && first) location.hash = first.getAttribute("href") || "";
   });
@@ -162,7 +163,7 @@ export function nested(entries) {
 
 // Its buttons are hidden until its link has the focus, so a dialog cannot give the focus back to them.
 /** @param {string} name */
-const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).find((link) => link.dataset.name === name)?.focus();
+export const focusItem = (name) => /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).find((link) => link.dataset.name === name)?.focus();
 
 /** @type {Record<string, string>} */
 const SIGNS = { Rename: "✎", Delete: "×" };
@@ -174,28 +175,14 @@ function item(entry, depth, edits, reload) {
   const state = [entry.date ? h("small", {}, ` ${entry.date}`) : null, entry.busy ? h("small", { class: "working" }, " working") : null];
   const toMessage = () => location.hash === `#/chat/${name}` && document.getElementById("words")?.focus(); // the view stays
   const link = h("a", { href: `#/chat/${name}`, title: title === name ? name : `${title}\n${name}`, "data-name": name, onclick: toMessage }, titleParts(title), state);
-  const rename = async () => {
-    const values = await promptDialog("Rename", [{ name: "title", label: "Title", value: title, maxlength: "200", required: true }], "Rename");
-    focusItem(name);
-    if (!values) return;
-    await send("PUT", `/v1/sessions/${name}/title`, { title: String(values.title).trim() }).catch((error) => showStatus(messageOf(error), true));
-    conversationsChanged();
-  };
-  const remove = async () => {
-    const hasBranches = knownSessions().some((other) => withParent(other).parent === name && !isUndoName(other.name));
-    const note = `Its text and its memory are removed; this cannot be undone.${hasBranches ? " Its branches stay." : ""}`;
-    if (!(await promptDialog(`Delete "${title}"?`, [], "Delete", h("p", {}, note)))) return focusItem(name);
-    const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#conversations a")]).map((other) => other.dataset.name);
-    const at = links.indexOf(name);
-    const deletion = await import("./deletion.js").catch(() => null);
-    if (!deletion) return showStatus(NOT_LOADED, true);
-    await deletion.deleteConversation(name, title);
-    await reload();
-    if (document.activeElement === document.body) focusItem(links[at + 1] || links[at - 1] || "");
-  };
   /** @param {string} label @param {() => void} run */
   const button = (label, run) => h("button", { class: "small", title: label, "aria-label": `${label} ${title}`, onclick: run }, SIGNS[label]);
-  const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", rename), button("Delete", remove)) : null;
+  /** @param {"rename" | "remove"} which */
+  const ask = (which) => async () => {
+    const dialogs = await import("./conversation_dialogs.js").catch(() => null);
+    return dialogs ? dialogs[which](entry, title, reload) : showStatus(NOT_LOADED, true);
+  };
+  const buttons = edits ? h("span", { class: "item-buttons" }, button("Rename", ask("rename")), button("Delete", ask("remove"))) : null;
   const indent = { paddingLeft: `${Math.min(depth, 4) * 14}px` };
   return h("li", { style: indent }, depth ? h("span", { "aria-label": "branch" }, "↳ ") : null, link, buttons);
 }

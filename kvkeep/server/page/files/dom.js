@@ -1,6 +1,6 @@
-// Elements, dialogs, numbers and times, as every view uses them.
+// Elements, numbers and times, as every view uses them.
 
-import { get, hasKey } from "./api.js";
+import { get, hasKey, messageOf } from "./api.js";
 
 /**
  * Creates an element. Attributes that begin with "on" are event listeners.
@@ -24,6 +24,9 @@ export function h(tag, attributes = {}, ...children) {
 export function fill(element, ...children) {
   element.replaceChildren(...present(children));
 }
+
+/** Whether a key belongs to the composition of a character; Safari ends that before the key that accepts it. @param {KeyboardEvent} event */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
 
 // Returns what has the focus: a link by where it leads, as a list that is drawn again has others.
 export const focusNow = () => document.activeElement?.getAttribute("href") || document.activeElement;
@@ -96,8 +99,8 @@ export function jsonLink(path) {
   const open = async (/** @type {Event} */ event) => {
     if (!hasKey()) return;
     event.preventDefault();
-    const text = JSON.stringify(await get(path), null, 1);
-    window.open(URL.createObjectURL(new Blob([text], { type: "application/json" })));
+    const data = await get(path).catch((error) => showStatus(messageOf(error), true));
+    if (data) window.open(URL.createObjectURL(new Blob([JSON.stringify(data, null, 1)], { type: "application/json" })));
   };
   return h("a", { class: "json-link", href: path, target: "_blank", rel: "noopener", title: "What is shown here, as JSON", onclick: open }, "JSON");
 }
@@ -106,83 +109,4 @@ export function jsonLink(path) {
 export function title(text, path, ...children) {
   document.title = `${text} - kvkeep`;
   return h("div", { class: "title" }, h("h1", {}, text), path ? jsonLink(path) : null, ...children);
-}
-
-const DOUBLE_CLICK = { within: 400, beside: 10 }; // milliseconds, pixels
-
-/** Ignores the second click of a double click, which would hit what lies behind a dialog. @param {MouseEvent} first */
-function ignoreSecondClick(first) {
-  if (!first.detail) return; // made by the keyboard
-  const dialog = /** @type {Element} */ (first.currentTarget).closest("dialog");
-  const ignore = (/** @type {MouseEvent} */ event) => {
-    if (dialog?.open) return; // it refused what was written
-    if (Math.hypot(event.clientX - first.clientX, event.clientY - first.clientY) > DOUBLE_CLICK.beside) return;
-    event.preventDefault();
-    event.stopPropagation();
-  };
-  document.addEventListener("click", ignore, { capture: true });
-  setTimeout(() => document.removeEventListener("click", ignore, { capture: true }), DOUBLE_CLICK.within);
-}
-
-/**
- * @typedef {{name: string, label: string, kind?: string, value?: string | number, choices?: string[], texts?: Record<string, string>,
- *   problem?: (value: string) => string, [attribute: string]: any}} Field  problem: returns why a value is refused, or "".
- */
-
-// Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
-// notes: elements between the heading and the fields.
-/** @param {string} heading @param {Field[]} fields @param {string} action @param {any[]} notes @returns {Promise<any>} */
-export function promptDialog(heading, fields, action, ...notes) {
-  return new Promise((resolve) => {
-    const inputs = fields.map(field);
-    const form = h(
-      "form",
-      { method: "dialog" },
-      h("h2", {}, heading),
-      notes,
-      inputs.map(({ label }) => label),
-      h(
-        "div",
-        { class: "actions", onclick: ignoreSecondClick },
-        h("button", { value: "done", class: action === "Delete" ? "main danger" : "main" }, action),
-        h("button", { value: "", formnovalidate: "" }, "Cancel"),
-      ),
-    );
-    const dialog = h("dialog", { "aria-label": heading }, form);
-    dialog.addEventListener("close", () => {
-      dialog.remove();
-      const values = Object.fromEntries(inputs.map(({ name, read }) => [name, read()]));
-      resolve(dialog.returnValue === "done" ? values : null);
-    });
-    document.body.append(dialog);
-    dialog.showModal();
-    const first = dialog.querySelector("input, textarea");
-    if (first instanceof HTMLInputElement && first.type === "text") first.select(); // typing replaces it
-    if (action === "Delete") dialog.querySelector("button:not(.main)").focus();
-  });
-}
-
-/**
- * Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
- * @param {Field} description
- */
-function field({ name, label, kind = "text", value = "", choices, texts = {}, problem, ...attributes }) {
-  let input;
-  if (choices) {
-    const options = choices.map((choice) => h("option", { value: choice }, texts[choice] || choice || "server default"));
-    input = h("select", { name, ...attributes }, options);
-  } else if (kind === "textarea") {
-    input = h("textarea", { name, rows: "4", ...attributes });
-  } else {
-    input = h("input", { name, type: kind, ...attributes });
-  }
-  if (kind === "checkbox") {
-    return { label: h("label", { class: "check" }, input, ` ${label}`), name, read: () => input.checked };
-  }
-  input.value = value;
-  const refuse = () => input.setCustomValidity(attributes.required && !input.value.trim() ? "Write something." : problem?.(input.value) || "");
-  if (attributes.required || problem) input.addEventListener("input", refuse);
-  const readNumber = () => (input.value === "" ? null : Number(input.value));
-  const read = () => (kind === "number" ? readNumber() : input.value);
-  return { label: h("label", {}, label, input), name, read };
 }

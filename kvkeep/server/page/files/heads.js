@@ -1,7 +1,7 @@
 // Cells of each layer and KV head: after compression each head holds a number of its own.
 
-import { get } from "./api.js";
-import { fill, h, number, title } from "./dom.js";
+import { get, messageOf } from "./api.js";
+import { fill, h, number, showStatus, title } from "./dom.js";
 import { debounce, onOperation } from "./live.js";
 import { fetchSessions, knownTitle, titledLink } from "./session_list.js";
 
@@ -11,6 +11,7 @@ export async function heads(container, { signal, parts }) {
   const path = `/v1/sessions/${name}/heads`;
   const table = h("table", { class: "heads", "aria-label": "Cells by layer and KV head" });
   const detail = h("div", { role: "status", class: "detail" });
+  const fail = (/** @type {unknown} */ error) => signal.aborted || showStatus(messageOf(error), true);
   const reload = async () => {
     /** @type {{cells: number[][]}} */
     const { cells } = await get(path);
@@ -20,12 +21,13 @@ export async function heads(container, { signal, parts }) {
     fill(
       table,
       h("thead", {}, h("tr", {}, h("td"), names)),
-      h("tbody", {}, cells.map((counts, layer) => layerRow(counts, layer, most, (head) => showHead(layer, head)))),
+      h("tbody", {}, cells.map((counts, layer) => layerRow(counts, layer, most, (head) => showHead(layer, head).catch(fail)))),
     );
   };
   const showHead = async (/** @type {number} */ layer, /** @type {number} */ head) => {
     /** @type {{positions: number[], residual: number[], end: number}} */
     const { positions, residual, end } = await get(`${path}?layer=${layer}&head=${head}`);
+    if (signal.aborted) return;
     const url = `#/sessions/${name}/heads/${layer}/${head}`;
     history.replaceState(null, "", url); // the view stays
     const marks = positions.map((at) => h("span", { style: { left: `${(100 * at) / Math.max(1, end)}%` } }));
@@ -36,7 +38,7 @@ export async function heads(container, { signal, parts }) {
       h("div", { class: "positions", role: "img", "aria-label": "Positions in the cache" }, marks),
     );
   };
-  onOperation(debounce(reload), signal);
+  onOperation(debounce(() => reload().catch(fail)), signal);
   await fetchSessions(); // for the title
   fill(
     container,

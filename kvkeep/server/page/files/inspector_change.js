@@ -2,25 +2,27 @@
 
 import { send } from "./api.js";
 import { showStatus } from "./dom.js";
-import { changeError, changeHeaders } from "./session_change.js";
-import { dropIfUnchanged, keepUndo } from "./undo.js";
+import { CHANGED, changeError, changeHeaders, isUnchanged } from "./session_change.js";
+import { dropIfUnchanged, keepUndo } from "./undo_copies.js";
 
 /**
  * @typedef {object} ChangedView
  * @property {() => Promise<void>} reload  loads the session again
  * @property {(kept: string, revision: number) => Promise<void>} onKept  called after a change to a revision, with the fork of before
  * @property {(revision: number) => void} markStable  called with a revision in which tokens have the same numbers as before
+ * @property {Memory} memory  that it shows
  * @property {number} pendingChanges  changes in progress
  */
 
 /** @typedef {{undo?: string, renumbers?: boolean}} ChangeOptions  undo: what Undo calls the change; renumbers: whether tokens have other numbers afterwards. */
 
-// However long its dialog stays open, the server refuses it once the session is at another revision.
+// However long its dialog stays open, it is refused once the session is at another revision, or another one.
 export class Change {
-  /** @param {string} name @param {number} revision @param {ChangedView} view */
-  constructor(name, revision, view) {
-    this.name = name;
-    this.revision = revision;
+  /** @param {ChangedView} view */
+  constructor(view) {
+    this.shown = view.memory;
+    this.name = this.shown.name;
+    this.revision = this.shown.revision;
     this.view = view;
     /** @type {string | null} */
     this.kept = null; // the fork for its undo
@@ -42,6 +44,7 @@ export class Change {
   async send(method, path, body, message, { undo, renumbers = false } = {}) {
     this.view.pendingChanges += 1;
     try {
+      if (!isUnchanged(this.shown, this.view.memory)) throw new Error(CHANGED);
       if (undo) this.kept = await keepUndo(this.name, this.revision, undo);
       const result = await send(method, path, body, { headers: changeHeaders(this.revision) });
       if (!renumbers) this.keepNumbers(result.revision);

@@ -24,14 +24,12 @@ export function onOperation(listener, signal) {
   signal.addEventListener("abort", () => listeners.delete(listener));
 }
 
+/** @param {string} session */
+const recentOf = (session) => (recentTokens.get(session) || []).filter(([time]) => time > performance.now() - RATE_WINDOW);
+
 // Returns a session's tokens per second over the last ten seconds.
 /** @param {string} session */
-export function rate(session) {
-  const start = performance.now() - RATE_WINDOW;
-  const recent = (recentTokens.get(session) || []).filter(([time]) => time > start);
-  recentTokens.set(session, recent);
-  return recent.reduce((sum, [, tokens]) => sum + tokens, 0) / (RATE_WINDOW / 1000);
-}
+export const rate = (session) => recentOf(session).reduce((sum, [, tokens]) => sum + tokens, 0) / (RATE_WINDOW / 1000);
 
 let live = false;
 
@@ -84,9 +82,7 @@ export async function followOperations(onState) {
 
 /** @param {Operation} operation */
 function dispatch(operation) {
-  const recent = recentTokens.get(operation.session) || [];
-  if (READING.includes(operation.what)) recent.push([performance.now(), operation.tokens]);
-  recentTokens.set(operation.session, recent);
+  if (READING.includes(operation.what)) recentTokens.set(operation.session, [...recentOf(operation.session), [performance.now(), operation.tokens]]);
   notify(operation);
 }
 

@@ -1,9 +1,9 @@
 // The entry point: routes URL hashes to views.
 
 import { ApiError, BROKEN_OFF, get, isReceiving, keyProblem, messageOf, NO_ANSWER, setKey } from "./api.js";
-import { byId, fill, h, markCurrent, promptDialog, showStatus, statusText } from "./dom.js";
+import { byId, fill, h, markCurrent, showStatus, statusText } from "./dom.js";
 import { chat } from "./chat.js";
-import { storeDrafts } from "./chat_place.js";
+import { storeDrafts, storeOnLeaving } from "./chat_place.js";
 import { conversations } from "./conversations.js";
 import { followOperations, KEY_REFUSED } from "./live.js";
 import { undoByKey } from "./undo_button.js";
@@ -38,7 +38,7 @@ async function showView(focus) {
   if (hash && !hash.startsWith("#/")) return; // an anchor inside the current view
   currentView.abort();
   isUnanswered = false;
-  for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // of the view that is left
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close("left"); // of the view that is left
   currentView = new AbortController();
   const { signal } = currentView;
   showStatus("");
@@ -132,6 +132,7 @@ const messageBox = () => document.getElementById("words");
 
 async function askForKey() {
   const fields = [{ name: "key", label: "API key", kind: "password", required: true, problem: keyProblem }];
+  const { promptDialog } = await import("./dialog.js");
   const values = await promptDialog("API key required", fields, "Continue");
   if (values) {
     setKey(values.key);
@@ -167,6 +168,7 @@ async function start() {
     if (event.key === "Escape") document.body.classList.remove("menu-open");
   });
   document.addEventListener("keydown", undoByKey);
+  storeOnLeaving();
   document.addEventListener("click", onClick);
   document.addEventListener("streams", explainGone);
   followOperations((state) => showConnection(connection, state));

@@ -91,7 +91,7 @@ function addCopy(block, final) {
   block.setAttribute("role", "region");
   block.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
   frame.append(h("div", { class: "code-bar" }, h("span", {}, language), copyButton(() => text, "Copy code")), block);
-  if (code && final) colour(code, ALIASES[language] || language);
+  if (code && final) colour(code, ALIASES[language] || language).catch(() => {}); // without the server it stays as it is
 }
 
 /** @param {HTMLElement} code @param {string} language */

@@ -1,8 +1,8 @@
 // The memory beside the chat: budget, what the last answer reused, and what can be done with a turn.
 
 import { get, messageOf, NOT_LOADED } from "./api.js";
-import { bytes, fill, h, jsonLink, promptDialog, showStatus, takeStatus } from "./dom.js";
-import { answerText, branchText, canPin, canRecompute, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, recomputeText, removeText, replacedText, replaceText, RESERVED_HINT, sizeText, unpinText } from "./memory_text.js";
+import { bytes, fill, h, jsonLink, showStatus } from "./dom.js";
+import { answerText, branchText, canPin, cellsToPin, compressedText, compressText, fixedText, heldText, instead, irreplaceableText, isPinnable, nameOf, noWayBackText, pinText, removeText, replaceText, RESERVED_HINT, sizeText, unpinText } from "./memory_text.js";
 import { wordsLink } from "./message.js";
 import { isPrompt, reuseText } from "./reuse.js";
 import { legend } from "./turn_strip.js";
@@ -161,23 +161,10 @@ function pinAction(memory, turn, { name, start, end }, actions) {
 /** @param {string} label @param {string} cost @param {() => void} run */
 const action = (label, cost, run) => h("div", { class: "memory-action" }, h("button", { onclick: run }, label), cost ? h("p", {}, cost) : null);
 
-/**
- * Asks for a text in place of that of a part, and again with what was written if it could not be replaced.
- * @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions @param {string} [written] @param {string} [failure]
- */
-async function replace(memory, part, actions, written = part.text, failure = "") {
-  const fields = [
-    { name: "text", label: "New text", kind: "textarea", value: written, required: true },
-    ...(canRecompute(memory, part) ? [{ name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" }] : []),
-  ];
-  const values = await promptDialog(`Replace ${nameOf(part.role)}`, fields, "Replace", failure ? h("p", { class: "failure" }, failure) : null);
-  if (!values || values.text === part.text) return;
-  const body = { op: "replace", start: part.start, end: part.end, text: values.text, recompute: values.recompute ? "suffix" : "none" };
-  const message = replacedText(part, memory.tokens, body.recompute === "suffix");
-  if (await actions.change("replace", "edit", [body], message, memory)) return;
-  const now = actions.now(part);
-  if (!now) return;
-  await replace(now.memory, now.part, actions, values.text, takeStatus());
+/** @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions */
+async function replace(memory, part, actions) {
+  const dialog = await import("./replace_dialog.js").catch(() => null);
+  return dialog ? dialog.replaceText(memory, part, actions) : showStatus(NOT_LOADED, true);
 }
 
 // Creates the control that compresses the whole memory, or says what the policy has instead.

@@ -95,8 +95,9 @@ export function openTurn(question, { number, bar } = {}) {
   const asked = question === null ? null : h("article", { class: "message question", "aria-label": "You" }, questionContent(question), h("div", { class: "message-bar" }, copyButton(() => question), h("span", { class: "turn-number" }, `Turn ${number}`)));
   const element = h("section", { class: "turn open", "aria-label": "newest turn" }, asked, answer);
   let [reasoning, text] = ["", ""];
-  let timer = 0;
+  let [timer, duration] = [0, 0]; // of the last drawing, in milliseconds
   const draw = () => {
+    const start = performance.now();
     timer = 0;
     const thought = reasoning ? folded(text ? "Reasoning" : "Reasoning...", reasoning, false) : null;
     const wasOpen = content.querySelector("details")?.open;
@@ -104,6 +105,7 @@ export function openTurn(question, { number, bar } = {}) {
     const details = content.querySelector("details");
     if (details && wasOpen) details.open = true;
     element.dispatchEvent(new CustomEvent("drawn", { bubbles: true }));
+    duration = performance.now() - start;
   };
   return {
     element,
@@ -119,7 +121,7 @@ export function openTurn(question, { number, bar } = {}) {
       progress.hidden = true;
       text += event.text || "";
       reasoning += event.reasoning || "";
-      timer ||= window.setTimeout(draw, DRAW_EVERY);
+      timer ||= window.setTimeout(draw, Math.max(DRAW_EVERY, 4 * duration)); // a long answer takes long
     },
     /** Marks it as one that the server may not have kept. @param {boolean} isInBox whether its message was put back */
     unconfirm(isInBox) {

@@ -9,8 +9,9 @@ const CODE = String.raw`^[ \t>]*(${"`"}{3,})[\s\S]*?(?:\1|${END})|(${"`"}+)[^${"
 const CALL = String.raw`\s*[{[<]|\s*[\w.-]+\s*<(?:arg_key|/tool_call)>|[\w.-]*\s*(?:<[\w/]*)?${END}`;
 // A call anywhere; a result that begins a line; reasoning that does, and ends or has its mark alone there.
 const TOOL = String.raw`<(tool_call|tool_response)>(?=${CALL})|^[ \t]*<(tool_response)>`;
-const THOUGHT = String.raw`^[ \t]*<(think|thinking|reasoning)>(?=[ \t]*$|[\s\S]*?</\5>)`;
-const BLOCKS = new RegExp(String.raw`${CODE}|(?:${TOOL}|${THOUGHT})([\s\S]*?)(?:</(?:\3\4\5)>|${END})`, "gm");
+const THOUGHT = String.raw`^[ \t]*<(think|thinking|reasoning)>`;
+const OPENINGS = String.raw`${CODE}|${TOOL}|${THOUGHT}`;
+const REST_OF_LINE = /[ \t]*$/my;
 const LEADING = /^\s*<(think|thinking|reasoning)>([\s\S]*?)(?:<\/\1>|$)/;
 const UNOPENED_END = /\n[ \t]*<\/(?:think|thinking|reasoning)>[ \t]*(?=\n|$)/;
 // Marks around the reasoning that the server names.
@@ -58,12 +59,19 @@ function splitSaid(text) {
   const say = (said) => {
     if (said.trim()) pieces.push({ kind: "text", text: said, open: false });
   };
-  for (const match of text.matchAll(BLOCKS)) {
+  const openings = new RegExp(OPENINGS, "gm");
+  const unclosed = new Set(); // tags that nothing ends from here on
+  for (let match = openings.exec(text); match; match = openings.exec(text)) {
     const [tool, thought] = [match[3] || match[4], match[5]];
-    if (!tool && !thought) continue;
+    const [tag, start] = [tool || thought, openings.lastIndex];
+    if (!tag) continue;
+    const close = unclosed.has(tag) ? -1 : text.indexOf(`</${tag}>`, start);
+    if (close < 0) unclosed.add(tag);
+    REST_OF_LINE.lastIndex = start;
+    if (close < 0 && thought && !REST_OF_LINE.test(text)) continue;
     say(text.slice(end, match.index));
-    pieces.push({ kind: tool ? "tool" : "reasoning", text: match[6].trim(), open: !match[0].endsWith(`</${tool || thought}>`) });
-    end = match.index + match[0].length;
+    pieces.push({ kind: tool ? "tool" : "reasoning", text: text.slice(start, close < 0 ? undefined : close).trim(), open: close < 0 });
+    end = openings.lastIndex = close < 0 ? text.length : close + tag.length + 3;
   }
   say(text.slice(end));
   return pieces;
@@ -78,26 +86,36 @@ export function toolName(text) {
   return match ? match[1] : "tool";
 }
 
-// A block of code from a fence to one that is as long, each in a line of its own.
-const FENCED = /^(`{3,})[^`\n]*\n(?:[\s\S]*?\n)?\1`*[ \t]*$/gm;
-
 /**
  * Splits a message into its blocks of code, with their fences, and the text around them.
+ * A block is from a fence to one that is as long, each in a line of its own.
  * @param {string} text @returns {{isCode: boolean, text: string}[]}
  */
 export function splitFences(text) {
+  const lines = text.split("\n");
+  const closing = lines.map((line) => /^(`{3,})\s*$/.exec(line)?.[1].length || 0);
+  const longest = [...closing, 0]; // of each line and those after it
+  for (let at = lines.length; at > 0; at -= 1) longest[at - 1] = Math.max(longest[at - 1], longest[at]);
   /** @type {{isCode: boolean, text: string}[]} */
   const pieces = [];
-  let end = 0;
-  /** @param {string} said */
-  const say = (said) => said.trim() && pieces.push({ isCode: false, text: said.replace(/^\n+|\s+$/g, "") });
-  for (const match of text.matchAll(FENCED)) {
-    say(text.slice(end, match.index));
-    pieces.push({ isCode: true, text: match[0] });
-    end = match.index + match[0].length;
+  let end = 0; // of the lines so far
+  /** @param {number} next */
+  const sayUpTo = (next) => {
+    const said = lines.slice(end, next).join("\n");
+    if (said.trim()) pieces.push({ isCode: false, text: said.replace(/^\n+/, "").trimEnd() });
+  };
+  for (let at = 0; at < lines.length; at += 1) {
+    const ticks = /^(`{3,})[^`]*$/.exec(lines[at])?.[1].length;
+    if (!ticks || longest[at + 1] < ticks) continue;
+    sayUpTo(at);
+    end = at + 1;
+    while (closing[end] < ticks) end += 1;
+    end += 1;
+    pieces.push({ isCode: true, text: lines.slice(at, end).join("\n") });
+    at = end - 1;
   }
   if (!end) return [{ isCode: false, text }];
-  say(text.slice(end));
+  sayUpTo(lines.length);
   return pieces;
 }
 
@@ -107,7 +125,8 @@ export function splitFences(text) {
  */
 export function withFiles(message, files) {
   const blocks = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
+    let longest = 2;
+    for (const [ticks] of text.matchAll(/`+/g)) longest = Math.max(longest, ticks.length);
     const fence = "`".repeat(longest + 1);
     return `${name}\n${fence}\n${text.replace(/\n$/, "")}\n${fence}\n\n`;
   });

@@ -5,10 +5,12 @@ import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { onOperation, SHOWN_AGAIN } from "./live.js";
 import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
-import { isCopyOf, isUndoName } from "./undo.js";
+import { isUndoName } from "./undo.js";
 
 const PATH = "/v1/operations";
 const MAX_ROWS = 200;
+/** @type {Record<string, string>} */
+const WORDS = { fork: "branch", revert: "undo" };
 
 /** @param {HTMLElement} container @param {View} view */
 export async function operations(container, { signal }) {
@@ -53,7 +55,7 @@ function row(operation, entries) {
     "tr",
     {},
     h("td", {}, clock(operation.when)),
-    h("td", {}, operation.what === "fork" ? "branch" : operation.what),
+    h("td", {}, WORDS[operation.what] || operation.what),
     h("td", { class: "name" }, entry ? sessionLink(name, titleOf(entry)) : name),
     h("td", {}, number(operation.tokens)),
     h("td", {}, operation.seconds ? number(Math.round(operation.seconds * 1000)) : ""), // an alignment's are those of its answer
@@ -62,19 +64,5 @@ function row(operation, entries) {
   );
 }
 
-/**
- * Returns the operations to show of a log, the newest first: an undo is one, and not a deletion and a fork of the copy kept for it.
- * @param {Operation[]} log
- */
-export function shownOperations(log) {
-  /** @type {Set<string>} */
-  const undone = new Set(); // sessions whose deletion for an undo comes next
-  return log.flatMap((operation) => {
-    const { session, what, parent } = operation;
-    if (isUndoName(session)) return [];
-    if (what === "delete" && undone.delete(session)) return [];
-    if (what !== "fork" || !isCopyOf(parent || "", session)) return [operation];
-    undone.add(session);
-    return [{ ...operation, what: "undo" }];
-  });
-}
+/** Returns the operations to show of a log: those on copies for undo are none. @param {Operation[]} log */
+export const shownOperations = (log) => log.filter(({ session }) => !isUndoName(session));

@@ -11,7 +11,7 @@ import { fetchSessions, knownSessions, onSessions } from "./session_list.js";
 import { strip } from "./strip.js";
 import { PART, redraw, Selection, tokenElements } from "./tokens.js";
 import { offeredStep, stepsAmong } from "./undo.js";
-import { noteEnd, turnsOfSession, undoChange } from "./undo_change.js";
+import { noteEnd, textsOf, turnsOfSession, undoChange } from "./undo_change.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 const MARKS = "What is struck through is forgotten; underlines have the colours of the legend.";
@@ -48,12 +48,12 @@ class SessionView {
     this.text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
     this.paging = h("div", { class: "actions" });
     this.partHint = h("span");
-    const newChange = () => new Change(name, this.memory.revision, this);
+    const newChange = () => new Change(this);
     const current = () => this.memory;
     this.selection = new Selection(() => this.onSelection(), signal);
-    const textOf = async (/** @type {number} */ start, /** @type {number} */ end) => (await fetchPieces(name, start, end)).map((piece) => piece.text).join("");
+    const textOf = async (/** @type {number} */ start, /** @type {number} */ end) => textsOf(await fetchPieces(this.memory, start, end)).join("");
     this.controls = selectionBar(this.selection, edits ? newChange : null, current, textOf, (label) => this.selectSpan(label));
-    this.strip = strip(name, (token) => this.selectToken(token));
+    this.strip = strip((token) => this.selectToken(token));
     this.listen();
     const back = h("a", { href: `#/chat/${name}` }, "Back to the chat"); // in sight where the title is not
     const section = h("section", { class: "memory", "aria-label": "Memory" }, h("div", { class: "title" }, h("h2", {}, "Text"), back), h("p", { class: "hint" }, edits ? `${MARKS} ${SELECT}` : MARKS, this.partHint), this.text, this.paging);
@@ -192,8 +192,9 @@ class SessionView {
   async drawText() {
     const [start, memory, first] = [this.firstShown, this.memory, this.first];
     const end = Math.min(memory.tokens, start + SHOWN);
-    const tokens = await fetchPieces(this.name, start, end);
+    const tokens = await fetchPieces(memory, start, end);
     if (memory.revision !== this.memory.revision || first !== this.first) return; // outdated by a later call
+    if (!tokens) return this.reload();
     redraw(this.text, tokenElements(tokens, memory));
     fill(this.partHint, tokens.some((token) => !token.text) ? PARTS : null);
     const pageButton = (/** @type {string} */ label, /** @type {number} */ page) => h("button", { onclick: () => this.showFrom(page) }, label);

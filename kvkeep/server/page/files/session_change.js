@@ -17,6 +17,12 @@ const TEXTS = {
 };
 
 /**
+ * Whether a session is the one that was shown, as it was.
+ * @param {Memory | null | undefined} shown @param {Memory | null | undefined} now
+ */
+export const isUnchanged = (shown, now) => shown?.created === now?.created && shown?.revision === now?.revision && shown?.tokens === now?.tokens;
+
+/**
  * Returns the message for a failed change. Status 412: the session is at another revision.
  * @param {unknown} error
  */

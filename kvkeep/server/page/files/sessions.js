@@ -1,7 +1,8 @@
 // All conversations and cached prompts: what they hold and how fast they run.
 
 import { get, messageOf, send } from "./api.js";
-import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { promptDialog } from "./dialog.js";
+import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation, rate } from "./live.js";
 import { RESERVED_HINT } from "./memory_text.js";

@@ -1,7 +1,8 @@
 // The dialog of a conversation's settings: loaded once it is asked for.
 
 import { longestAnswer } from "./chat_settings.js";
-import { h, promptDialog } from "./dom.js";
+import { promptDialog } from "./dialog.js";
+import { h } from "./dom.js";
 
 /** @typedef {import("./chat_settings.js").Sampling} Sampling */
 /** @typedef {import("./chat_settings.js").SessionSettings} SessionSettings */

@@ -10,9 +10,9 @@ const PREVIEW = 12; // tokens on either side of the pointer
 
 /**
  * Creates a strip. draw(memory): draws it for a session's memory. select(start, end): marks tokens.
- * @param {string} name @param {(token: number) => void} onSelect
+ * @param {(token: number) => void} onSelect
  */
-export function strip(name, onSelect) {
+export function strip(onSelect) {
   const bars = h("div", { class: "bars" });
   const spanMarks = h("div", { class: "marks" });
   const preview = h("p", { class: "preview" }, "Point at the strip to show its text.");
@@ -28,18 +28,20 @@ export function strip(name, onSelect) {
   const chosen = h("div", { class: "chosen", hidden: true });
   slider.append(bars, spanMarks, chosen);
   const legendPart = h("div");
-  /** @type {Pick<Memory, "tokens" | "runs">} */
-  let memory = { tokens: 0, runs: [] };
+  /** @type {Pick<Memory, "name" | "revision" | "tokens" | "runs">} */
+  let memory = { name: "", revision: 0, tokens: 0, runs: [] };
   let at = 0;
   let chosenAt = -1; // the first token that is selected
 
   const showPreview = debounce(async () => {
     if (!memory.tokens) return;
-    const start = Math.max(0, at - PREVIEW);
-    const pieces = await fetchPieces(name, start, Math.min(memory.tokens, at + PREVIEW));
+    const token = at;
+    const start = Math.max(0, token - PREVIEW);
+    const pieces = await fetchPieces(memory, start, Math.min(memory.tokens, token + PREVIEW)).catch(() => null);
+    if (!pieces || token !== at) return;
     const text = (/** @type {number} */ from, /** @type {number} */ to) => pieces.slice(from, to).map((piece) => piece.text).join("");
-    const own = at - start;
-    fill(preview, `Token ${number(at)}, ${statusOf(memory, at)}: `, h("q", {}, text(0, own), h("mark", {}, text(own, own + 1)), text(own + 1, pieces.length)));
+    const own = token - start;
+    fill(preview, `Token ${number(token)}, ${statusOf(memory, token)}: `, h("q", {}, text(0, own), h("mark", {}, text(own, own + 1)), text(own + 1, pieces.length)));
   }, 60);
   const moveTo = (/** @type {number} */ token) => {
     at = Math.min(Math.max(0, token), Math.max(0, memory.tokens - 1));

@@ -1,7 +1,8 @@
 // The tree of branches, with the snapshots of each conversation.
 
 import { get, messageOf, send } from "./api.js";
-import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { promptDialog } from "./dialog.js";
+import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 import { titleOf } from "./chat_settings.js";
 import { debounce, onOperation } from "./live.js";
 import { NAME } from "./names.js";
@@ -44,17 +45,21 @@ function forestOf(sessions, snapshots, edits) {
     const parent = entry.parent && names.has(entry.parent) && entry.parent !== entry.name ? entry.parent : "";
     children.set(parent, [...(children.get(parent) || []), entry]);
   }
+  const placed = new Set(); // names
   /** @param {SessionEntry} entry @returns {HTMLElement} */
   const branch = (entry) => {
+    placed.add(entry.name);
     const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
-    const branches = children.get(entry.name) || [];
+    const branches = (children.get(entry.name) || []).filter(({ name }) => !placed.has(name));
     const gone = entry.parent && !names.has(entry.parent) && !isUndoName(entry.parent) ? `, branch of ${entry.parent} (deleted)` : "";
     const held = entry.in_memory ? `${number(entry.tokens)} tokens, ${bytes(entry.bytes)}` : "on disk";
     const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...branches.map(branch)];
     return h("li", {}, sessionLink(entry.name, titleOf(entry)), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
   const orphans = snapshots.filter((snapshot) => !snapshot.session || !names.has(snapshot.session));
-  const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];
+  const trees = (children.get("") || []).map(branch);
+  for (const entry of sessions) if (!placed.has(entry.name)) trees.push(branch(entry)); // of parents in a circle
+  const roots = [...trees, ...orphans.map((snapshot) => leaf(snapshot, edits))];
   return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "No conversations yet.");
 }
 

@@ -1,4 +1,4 @@
-// Undo: before a change a fork of the session is kept, which takes its place again.
+// Undo: before a change a fork of the session is kept, to which the session is reverted.
 
 import { get, send } from "./api.js";
 import { signatureOf } from "./message_note.js";
@@ -8,7 +8,7 @@ export const MOST = 10;
 const NAME = /^_undo\.(.+)\.(\d+)\.([a-z]+)$/;
 
 /** Returns what stands for a session in the names of its copies, which the server limits. @param {string} session */
-const stemOf = (session) => (session.length > 70 ? `${session.slice(0, 50)}.${signatureOf({ text: session }).replace(/\D+/, ".")}` : session);
+export const stemOf = (session) => (session.length > 70 ? `${session.slice(0, 50)}.${signatureOf({ text: session }).replace(/\D+/, ".")}` : session);
 
 /** @param {string} name */
 export const isUndoName = (name) => NAME.test(name);
@@ -31,29 +31,28 @@ const WORDS = { delete: "remove", edit: "replace" };
 /** Returns the word for a change, as its button says it. @param {string} operation */
 export const wordOf = (operation) => WORDS[operation] || operation;
 
-/** @typedef {{name: string, number: number, operation: string, tokens: number | undefined}} Step  tokens: the session's before the change, if it is in memory. */
+/** @typedef {{name: string, number: number, operation: string, tokens: number | undefined, created: number}} Step  tokens: the session's before the change, if it is in memory. */
+
+/**
+ * Returns the copies for a session's undo, the newest first: also those of an earlier session of its name.
+ * @param {SessionEntry[]} entries all sessions @param {string} session @returns {Step[]}
+ */
+export const copiesAmong = (entries, session) =>
+  entries
+    .filter((entry) => entry.parent === session)
+    .flatMap(({ name, tokens, created }) => {
+      const match = NAME.exec(name);
+      return match && isCopyOf(name, session) ? [{ name, number: Number(match[2]), operation: match[3], tokens, created }] : [];
+    })
+    .sort((a, b) => b.number - a.number);
 
 /**
  * Returns the changes of a session that can be undone, the newest first.
- * @param {string} session @returns {Promise<Step[]>}
- */
-export async function undoSteps(session) {
-  const { data } = await get("/v1/sessions");
-  return stepsAmong(data, session);
-}
-
-/**
- * Returns those of `undoSteps` among all sessions.
- * @param {SessionEntry[]} entries @param {string} session @returns {Step[]}
+ * @param {SessionEntry[]} entries all sessions @param {string} session
  */
 export function stepsAmong(entries, session) {
-  return entries
-    .filter((entry) => entry.parent === session)
-    .flatMap((entry) => {
-      const match = NAME.exec(entry.name);
-      return match && isCopyOf(entry.name, session) ? [{ name: entry.name, number: Number(match[2]), operation: match[3], tokens: entry.tokens }] : [];
-    })
-    .sort((/** @type {Step} */ a, /** @type {Step} */ b) => b.number - a.number);
+  const start = entries.find(({ name }) => name === session)?.created ?? 0;
+  return copiesAmong(entries, session).filter(({ created }) => created >= start);
 }
 
 /**
@@ -70,31 +69,7 @@ const isObsolete = ({ operation, tokens: before }, tokens) => operation === "pin
  * @param {string} session @param {number} tokens of it now
  */
 export async function dropObsolete(session, tokens) {
-  const steps = await undoSteps(session);
+  const steps = stepsAmong((await get("/v1/sessions")).data, session);
   const first = steps.findIndex((step) => !isObsolete(step, tokens));
   for (const { name } of first < 0 ? steps : steps.slice(0, first)) await send("DELETE", `/v1/sessions/${name}`);
-}
-
-/** @param {string} session */
-export const undoNamesOf = async (session) => (await undoSteps(session)).map(({ name }) => name);
-
-/**
- * Keeps a fork of a session as it is at a revision. Returns its name.
- * @param {string} session @param {number} revision @param {string} operation a word
- */
-export async function keepUndo(session, revision, operation) {
-  const steps = await undoSteps(session);
-  const name = `_undo.${stemOf(session)}.${(steps[0]?.number || 0) + 1}.${operation}`;
-  await send("POST", `/v1/sessions/${session}/fork`, { name }, { headers: { "If-Match": `"${revision}"` } });
-  for (const { name: old } of steps.slice(MOST - 1)) await send("DELETE", `/v1/sessions/${old}`);
-  return name;
-}
-
-/**
- * Drops the fork of a change that failed, if the session is at the revision of before.
- * @param {string} name @param {string} session @param {number} revision
- */
-export async function dropIfUnchanged(name, session, revision) {
-  const now = await get(`/v1/sessions/${session}/memory`);
-  if (now.revision === revision) await send("DELETE", `/v1/sessions/${name}`);
 }

@@ -3,12 +3,14 @@
 import { get, send } from "./api.js";
 import { forkConversation } from "./branches.js";
 import { keep, keptOf } from "./chat_settings.js";
-import { h, promptDialog } from "./dom.js";
+import { promptDialog } from "./dialog.js";
+import { h } from "./dom.js";
 import { dropOpenNotes, signatureOf } from "./message_note.js";
 import { fetchPieces } from "./pieces.js";
-import { changeError } from "./session_change.js";
+import { CHANGED, changeError, changeHeaders } from "./session_change.js";
 import { turnsOf, turnsSince, turnText } from "./turns.js";
 import { MOST, stepsAmong, wordOf } from "./undo.js";
+import { deleteCopies } from "./undo_copies.js";
 
 /** @typedef {import("./turns.js").Turn} Turn */
 /** @typedef {import("./undo.js").Step} Step */
@@ -21,9 +23,17 @@ const ANYTHING = "Anything said";
  * Returns what tells whether a text has gone on: its length, and its end.
  * @param {Memory} memory
  */
-async function endOf({ name, tokens }) {
-  const pieces = await fetchPieces(name, Math.max(0, tokens - TAIL), tokens);
-  return `${tokens} ${signatureOf({ text: pieces.map(({ text }) => text).join("") })}`;
+async function endOf(memory) {
+  const { tokens } = memory;
+  const pieces = await fetchPieces(memory, Math.max(0, tokens - TAIL), tokens);
+  return `${tokens} ${signatureOf({ text: textsOf(pieces).join("") })}`;
+}
+
+// Returns the texts of pieces. Throws an error if the session has changed while they were fetched.
+/** @param {Piece[] | null} pieces */
+export function textsOf(pieces) {
+  if (!pieces) throw new Error(CHANGED);
+  return pieces.map(({ text }) => text);
 }
 
 /**
@@ -63,24 +73,22 @@ export function sinceText(turns, earlier, isRegenerated = false) {
 }
 
 /** @param {Memory} memory */
-export async function turnsOfSession(memory) {
-  const pieces = await fetchPieces(memory.name, 0, memory.tokens);
-  return turnsOf(memory, pieces.map(({ text }) => text));
-}
+export const turnsOfSession = async (memory) => turnsOf(memory, textsOf(await fetchPieces(memory, 0, memory.tokens)));
 
 /**
  * Undoes a change. Returns a message, or null if it was cancelled, or what was said since could not be kept.
  * @param {Memory} memory of the revision that is shown @param {Step} step @param {() => Promise<Turn[]>} turns of the session now
  */
 export async function undoChange(memory, step, turns) {
-  const later = await saidSince(memory, step, turns);
-  if (later) {
-    const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
-    if (!(await promptDialog(`Undo ${wordOf(step.operation)}?`, [], "Undo", h("p", {}, text)))) return null;
-    if (!(await forkConversation(memory, null, ""))) return null;
-  }
+  let later;
   try {
-    await undo(memory.name, step, memory.revision);
+    later = await saidSince(memory, step, turns);
+    if (later) {
+      const text = `This takes the conversation back to before that change. ${later} since then will be kept in a branch.`;
+      if (!(await promptDialog(`Undo ${wordOf(step.operation)}?`, [], "Undo", h("p", {}, text)))) return null;
+      if (!(await forkConversation(memory, null, ""))) return null;
+    }
+    await undo(memory, step);
   } catch (error) {
     return { text: changeError(error), isError: true };
   }
@@ -91,16 +99,11 @@ export async function undoChange(memory, step, turns) {
 }
 
 /**
- * Puts a kept fork in its session's place, and drops those of later changes. The name stays; revisions start again.
- * If the server fails in between, the fork is listed in place of the session: see `isUndoCopy`.
- * @param {string} session @param {Step} step @param {number} revision that is shown
+ * Reverts a session to a kept fork, and drops that and those of later changes.
+ * @param {Memory} memory of the revision that is shown @param {Step} step
  */
-async function undo(session, step, revision) {
+async function undo({ name, revision }, step) {
   const { data } = await get("/v1/sessions");
-  const later = stepsAmong(data, session).filter(({ number }) => number > step.number);
-  const isResident = data.some((/** @type {SessionEntry} */ { name, resident }) => name === session && resident);
-  await send("DELETE", `/v1/sessions/${session}`, null, { headers: { "If-Match": `"${revision}"` } });
-  await send("POST", `/v1/sessions/${step.name}/fork`, { name: session });
-  if (isResident) await send("PUT", `/v1/sessions/${session}/resident`, { resident: true }).catch(() => {}); // it is undone all the same
-  for (const { name } of [step, ...later]) await send("DELETE", `/v1/sessions/${name}`);
+  await send("POST", `/v1/sessions/${name}/revert`, { to: step.name }, { headers: changeHeaders(revision) });
+  await deleteCopies(stepsAmong(data, name).filter(({ number }) => number >= step.number));
 }
