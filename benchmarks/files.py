@@ -113,7 +113,9 @@ def main(
     environment = {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
     result = ResultFile(out, settings=dataclasses.asdict(plan) | {"environment": environment})
     speeds, versions = list[Speed](), dict[str, About]()
-    llama_builds = [] if kvkeep_alone else list(zip(builds, names, strict=True)) or [(None, None)]
+    llama_builds: list[tuple[Path | None, str | None]] = [(None, None)]
+    if builds or kvkeep_alone:
+        llama_builds = [] if kvkeep_alone else [*zip(builds, names, strict=True)]
     for file in files:
         speeds += measure(_gguf_path(file), plan, llama_builds, versions)
         result.write(readers=versions, speeds=speeds)

@@ -191,7 +191,11 @@ def soak(requests: int, clients: int, name: str, out: Path | None) -> None:
         keys = Path(folder) / "keys"
         keys.write_text("\n".join(KEYS))
         store = Path(folder) / "store"
-        values = {"model": resolve(name, progress=True), "keys": keys, "folder": store}
+        values: dict[str, Any] = {
+            "model": resolve(name, progress=True),
+            "keys": keys,
+            "folder": store,
+        }
         with running_server(f"{shlex.quote(sys.executable)} {_SERVER_COMMAND}", **values) as url:
             result = asyncio.run(run_soak(url, _newest_child(), requests, clients))
     bad = {status: count for status, count in result.statuses.items() if status >= 500}
