@@ -29,5 +29,11 @@ class Bench:
     def pool(self) -> WorkerPool:
         return WorkerPool(self.setup, self.variants, self.skipped, self.about, self.plan.patience)
 
+    def describe(self, variants: Sequence[Variant]) -> None:
+        """Fill in the version and settings of variants that no part has started in a pool."""
+        missing = [variant for variant in variants if variant.label not in self.about]
+        with self.only(missing).pool():
+            pass
+
     def only(self, variants: Sequence[Variant]) -> "Bench":
         return replace(self, variants=variants)

@@ -21,7 +21,7 @@ def startup_measures(bench: Bench) -> list[Measure]:
 
 def startup(bench: Bench) -> Results:
     """Measure start-up. The first start of each variant warms the page cache and is not counted."""
-    _describe(bench)
+    bench.describe(bench.variants)
     remaining, rounds = list(bench.variants), bench.plan.rounds
     with bar((rounds + 1) * len(remaining), "startup") as progress:
         for index in range(-1, rounds):
@@ -42,13 +42,6 @@ def startup(bench: Bench) -> Results:
                     remaining.remove(variant)
                 elif index >= 0:
                     yield Reading("startup/token", variant.label, index, seconds)
-
-
-def _describe(bench: Bench) -> None:
-    """Fill in the version and settings of variants that no other part has started."""
-    missing = [variant for variant in bench.variants if variant.label not in bench.about]
-    with bench.only(missing).pool():
-        pass
 
 
 def program(setup: Setup, variant: Variant) -> list[str]:

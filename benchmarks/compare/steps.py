@@ -27,11 +27,13 @@ def steps_measures(bench: Bench) -> list[Measure]:
 def steps(bench: Bench) -> Results:
     """Measure each way in new processes; see `benchmarks.one_prefill`."""
     plan = bench.plan
-    if not any(reading.peer == "kvkeep" for reading in bench.variants):
+    own = [variant for variant in bench.variants if variant.peer == "kvkeep"]
+    if not own:
         return
     if bench.setup.device != "cpu":
         bench.skipped.append("steps: measured on the CPU only")
         return
+    bench.describe(own)
     compared = ways_to_compare(plan.stepped, plan.step, plan.budget)
     with bar(len(compared) * plan.rounds * plan.stepped, "steps") as progress:
         readings = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
