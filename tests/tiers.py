@@ -278,6 +278,22 @@ FIRST = (
     "test_state_layers.py::test_forks_and_snapshots_continue_to_the_bit*-full-*",
 )
 
+# Files whose cases are files of the repository, its commands, or formats: CI runs all of them.
+UNSAMPLED = (
+    "cli/test_help.py",
+    "fuzz/",
+    "models/test_template_files.py",
+    "page/test_javascript.py",
+    "server/test_openapi.py",
+    "test_argument_types.py",
+    "test_docs.py",
+    "test_install.py",
+    "test_privacy.py",
+    "test_reference_pages.py",
+    "test_release.py",
+    "test_structure.py",
+    "test_typing.py",
+)
 
 FIRST_TIER, SECOND_TIER = "not slow and not extended", "extended and not slow"
 
@@ -311,11 +327,12 @@ def beyond_samples(tests: Iterable[str]) -> set[str]:
     """Return the cases that run before releases only, of tests with many cases.
 
     Of n cases CI runs n ** 0.6, chosen by a digest of their names: all of 2, 3 of 4, 6 of 16, 16 of
-    100. `FIRST` and `IN_CI` name further ones.
+    100. `FIRST` and `IN_CI` name further ones; of files in `UNSAMPLED` it runs all.
     """
     cases = defaultdict(list)
     for test in tests:
-        cases[test.partition("[")[0]].append(test)
+        if not test.startswith(UNSAMPLED):
+            cases[test.partition("[")[0]].append(test)
     beyond = set[str]()
     for each in cases.values():
         others = [test for test in each if not is_slow(test)]

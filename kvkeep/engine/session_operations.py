@@ -245,13 +245,13 @@ class SessionOperations:
         source = self._registry.load_existing(to, owner)
         if source is record:
             raise InvalidArgument("a session cannot be reverted to itself; name a fork of it")
-        self._replace(record, source.live.fork())
+        self._replace_session(record, source.live.fork())
         record.notes, record.title = dict(source.notes), source.title
         _copy_history(source, record)
         self._operation_log.add(record, "revert")
         return record
 
-    def _replace(self, record: SessionRecord, session: Session) -> None:
+    def _replace_session(self, record: SessionRecord, session: Session) -> None:
         """Put a session in the place of an idle record's one; that stays if there is no room."""
         previous_session, record.session = record.session, session
         try:
@@ -281,7 +281,7 @@ class SessionOperations:
         record = self._registry.get(name, owner) if replace and name else None
         if record:
             record.require_idle()
-            self._replace(record, session)
+            self._replace_session(record, session)
         else:
             record = self._registry.add(session, owner, name)
         record.derive_from(snapshot.notes)
