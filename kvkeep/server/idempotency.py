@@ -53,7 +53,7 @@ class _KeyedRequest:
     def record(self, message: Message) -> None:
         """Add a message of the response to what is kept of it."""
         if message["type"] == "http.response.start":
-            self.response_start = message
+            self.response_start = dict(message)  # outer middleware adds headers to the message
             content_type = dict(message.get("headers", ())).get(b"content-type", b"")
             self.is_stream = content_type.startswith(b"text/event-stream")
             return
@@ -67,7 +67,7 @@ class _KeyedRequest:
 
     async def repeat_response(self, send: Send) -> None:
         assert self.response_start is not None, "the response must be complete"
-        await send(self.response_start)
+        await send(dict(self.response_start))
         await send({"type": "http.response.body", "body": bytes(self.response_body)})
 
     def expect_retry(self) -> None:

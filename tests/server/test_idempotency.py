@@ -81,20 +81,23 @@ def test_a_repeated_stream_is_kept_and_sent_as_one_body() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}"}
 
-    async def send_twice() -> list[list[Any]]:
-        responses: list[list[Any]] = [[], []]
+    async def send_thrice() -> list[list[Any]]:
+        responses: list[list[Any]] = [[], [], []]
         for response in responses:
 
             async def send(message: Any, response: list[Any] = response) -> None:
-                response.append(message)
+                response.append(dict(message))
+                if "headers" in message:  # as middleware around this one does
+                    message["headers"] = [*message["headers"], (b"x-added", b"")]
 
             await middleware(scope, receive, send)
         return responses
 
-    first, second = asyncio.run(send_twice())
-    assert first[0] == second[0]
+    first, second, third = asyncio.run(send_thrice())
+    assert first[0] == second[0] == third[0]
     assert [b"".join(message.get("body", b"") for message in first[1:])] == [second[1]["body"]]
     assert (len(first), len(second)) == (2002, 2)
+    assert second == third
 
 
 def test_a_key_cannot_be_reused_for_another_request(client: httpx.Client) -> None:
