@@ -109,6 +109,9 @@ class EngineThread:
         self.closing.set()
         self.post(lambda: None)  # wakes it
         with threads_may_run():
+            # Before CPython 3.13, an interrupted `join` takes the thread for ended.
+            while self._thread.is_alive() and not self._ended.wait(1.0):
+                pass
             self._thread.join()
 
     def _run(self) -> None:

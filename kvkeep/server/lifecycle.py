@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -108,7 +109,20 @@ def run_server(
                 await drain()
 
     asyncio.run(serve_and_drain())
-    engine.close(server.remaining_grace)  # for answers that go on without their clients
+    _close(engine, server)
+
+
+def _close(engine: Engine, server: _UvicornServer) -> None:
+    """Close the engine; answers without clients have what is left of the grace.
+
+    Another signal ends the grace, and sessions are saved nevertheless.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        engine.close(0.0 if server.force_exit else server.remaining_grace)
+    except KeyboardInterrupt:
+        engine.close()
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

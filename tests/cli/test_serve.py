@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -171,6 +172,33 @@ def test_an_answer_without_its_client_has_the_grace_too(tiny_folder: Path, tmp_p
         memory = httpx.get(f"{url}/v1/sessions/a/memory", timeout=PATIENCE).json()
         answer = memory["spans"]["turn 1 answer"]
         assert answer["end"] - answer["start"] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_grace_and_sessions_are_saved(
+    tiny_folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    turn = {"content": "Once", "max_tokens": 100_000, "stream": True, "detached": True}
+    turn |= {"logit_bias": {str(token): -100 for token in load_model(tiny_folder).end_token_ids}}
+    with serving(tiny_folder, tmp_path, "--grace", "600") as (process, url):
+        for name in ("a", "idle"):
+            httpx.post(f"{url}/v1/sessions", json={"name": name, "policy": "sliding"})
+            httpx.post(f"{url}/v1/sessions/{name}/feed", json={"text": "Once upon a time"})
+        path = f"{url}/v1/sessions/a/turns"
+        with httpx.stream("POST", path, json=turn, timeout=PATIENCE) as sent:
+            assert "event: token" in sent.iter_lines()
+        process.send_signal(signal.SIGTERM)
+        with suppress(httpx.TransportError):  # until no connection is accepted
+            while True:
+                httpx.get(f"{url}/health")
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
+    with serving(tiny_folder, tmp_path) as (_, url):
+        for name in ("a", "idle"):
+            entry = httpx.get(f"{url}/v1/sessions/{name}").json()
+            assert entry["saved_revision"] == entry["revision"] > 0
 
 
 @pytest.mark.parametrize(
