@@ -45,8 +45,10 @@ class ResultFile:
     """
 
     def __init__(self, path: Path | None, **head: Any) -> None:
-        """head: of the content, besides the machine."""
+        """head: of the content, besides the machine. Raises InvalidArgument for a pipe."""
         check_outputs(path)
+        if path is not None and path.exists() and not path.is_file():
+            raise InvalidArgument(f"{path} is no regular file: it is replaced after each part")
         self._path, self._head = path, {"machine": asdict(describe_machine()), **head}
 
     def write(self, **content: Any) -> None:

@@ -213,6 +213,12 @@ def measure(name: str, command: str, model: str, ids: Sequence[int], clients: in
     return Load(name, *map(rounded, numbers))
 
 
+def _without_paths(peers: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return the commands of peers with the names of files alone."""
+    words = {peer: shlex.split(command) for peer, command in peers}
+    return {peer: shlex.join(Path(word).name for word in each) for peer, each in words.items()}
+
+
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--clients", default=16, type=click.IntRange(2), help="Concurrent clients.")
 @click.option("--rounds", default=3, type=click.IntRange(1), help="Repeats of each server.")
@@ -237,7 +243,7 @@ def serving(
 ) -> None:
     """Compare latency and throughput of `kvkeep serve` and other servers."""
     settings = {"model": name, "clients": clients, "prompt": PROMPT, "written": ANSWER_TOKENS}
-    settings |= {"rounds": rounds, "max_kv_size": max_kv_size, "peers": dict(peers)}
+    settings |= {"rounds": rounds, "max_kv_size": max_kv_size, "peers": _without_paths(peers)}
     result = ResultFile(out, settings=settings)
     ids = TextCodec.open(resolve(name, progress=True)).encode(manual_text())
     commands = {

@@ -78,7 +78,10 @@ class Grid:
         return sorted({setting.ratio for setting in self.results if setting.method != UNCOMPRESSED})
 
     def require_same_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Raise InvalidArgument if other results, with this metadata, cannot be merged."""
+        """Raise InvalidArgument if other results, with this metadata, cannot be merged.
+
+        Fields that files of earlier releases lack are taken over.
+        """
         names = {**self.metadata, **metadata}
         for name in _LATER_FIELDS:
             if name not in self.metadata or name not in metadata:
@@ -89,6 +92,9 @@ class Grid:
                     f"the results are from different grids: {name} is {self.metadata.get(name)!r} "
                     f"in one and {metadata.get(name)!r} in the other"
                 )
+        for name in _LATER_FIELDS:
+            if name in metadata:
+                self.metadata.setdefault(name, metadata[name])
 
     def merge(self, other: "Grid") -> None:
         """Add another grid's results for missing settings. Raises as `require_same_metadata`."""

@@ -99,7 +99,13 @@ def _entry(results: Sequence["GridResult"], baseline: Sequence["GridResult"] = (
     log_probability = fmean(result.log_probability for result in results)
     solved = [bool(result.found) for result in results if _sample_id(result) in solvable_ids]
     solved_share = f" / {fmean(solved):.0%}" if solved else ""
-    return f"{found_share:.0%}{solved_share} ({log_probability:.2f})".replace("-", "−")
+    count = _count_of_fewer(results, baseline)
+    return f"{found_share:.0%}{solved_share} ({log_probability:.2f}){count}".replace("-", "−")
+
+
+def _count_of_fewer(results: Sequence["GridResult"], baseline: Sequence["GridResult"]) -> str:
+    """Return the number of samples, if some were too short for a ratio."""
+    return f", {len(results)} of {len(baseline)}" if len(results) < len(baseline) else ""
 
 
 def _perplexity_entry(results: Sequence["GridResult"], baseline: Sequence["GridResult"]) -> str:
@@ -109,7 +115,8 @@ def _perplexity_entry(results: Sequence["GridResult"], baseline: Sequence["GridR
     increase = ""
     if baseline_logprobs:
         increase = f" ({math.exp(fmean(baseline_logprobs) - log_probability) - 1:+.1%})"
-    return f"{math.exp(-log_probability):.2f}{increase}".replace("-", "−")
+    count = _count_of_fewer(results, baseline)
+    return f"{math.exp(-log_probability):.2f}{increase}{count}".replace("-", "−")
 
 
 def _sample_id(result: "GridResult") -> tuple[int, int]:
