@@ -158,7 +158,7 @@ def test_on_sigterm_the_server_finishes_requests_and_saves_sessions(
 
 
 def test_an_answer_without_its_client_has_the_grace_too(tiny_folder: Path, tmp_path: Path) -> None:
-    ends = {str(token): -100 for token in load_model(tiny_folder).end_token_ids}
+    ends = {str(token): -100 for token in load_model(str(tiny_folder)).end_token_ids}
     turn = {"content": "Once", "max_tokens": 200, "stream": True, "detached": True}
     turn |= {"logit_bias": ends}
     with serving(tiny_folder, tmp_path, "--grace", "60") as (process, url):

@@ -75,8 +75,8 @@ def test_a_repeated_stream_is_kept_and_sent_as_one_body() -> None:
         await send({"type": "http.response.body"})
 
     middleware = IdempotencyMiddleware(app)
-    scope = {"type": "http", "method": "POST", "path": "/v1/sessions", "owner": "0"}
-    scope["headers"] = [(b"idempotency-key", b"a")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/sessions"}
+    scope |= {"owner": "0", "headers": [(b"idempotency-key", b"a")]}
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}"}
