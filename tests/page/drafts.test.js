@@ -50,6 +50,10 @@ test("a message that is put back goes to the view that shows its conversation, w
   assert.deepEqual([written.e.text, written.f.text], ["Sent\n\nNew", "First\n\nOther"]);
   closedView(view);
   assert.deepEqual([takeDraft("e").text, takeDraft("f").text], ["Sent\n\nNew", "First\n\nOther"]);
+  const chosen = { system: "Be brief." };
+  closedView({ ...view, name: null, chosen });
+  returnDraft(null, draft("Again"));
+  assert.equal(takeDraft(null).chosen, chosen);
 });
 
 test("a message is measured again when memory changes, but counted once", async () => {

@@ -95,7 +95,6 @@ export class ChatChanges {
     if (!loaded) return showStatus(NOT_LOADED, true);
     const done = await loaded.undoChange(memory, step, async () => this.chat.turns);
     if (!done) return;
-    this.chat.memory = null;
     await this.reloadAll();
     showStatus(done.text, done.isError);
   }
@@ -143,7 +142,7 @@ export class ChatChanges {
   async editAgain(question, text) {
     const failure = takeStatus();
     await this.chat.reload();
-    const turn = this.chat.memory && this.chat.turns.find(({ parts }) => parts.some((part) => part.label === question.label && part.text === question.text));
+    const turn = !this.chat.signal.aborted && this.chat.memory && this.chat.turns.find(({ parts }) => parts.some((part) => part.label === question.label && part.text === question.text));
     if (turn) return this.editQuestion(turn, turn.parts[0], text, failure);
     this.chat.answers.giveBack(text);
     showStatus(failure, true);

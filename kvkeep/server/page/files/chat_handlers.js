@@ -34,7 +34,7 @@ export const handlersOf = (chat) => ({
       await chat.exclusively(run, chat.frame.panel);
       return isDone;
     },
-    now: (part) => partNow(chat, part),
+    now: (part) => (chat.signal.aborted ? null : partNow(chat, part)),
     branch: (at) => chat.exclusively(() => withChanges(chat, (changes) => changes.branch(at))),
   },
 });

@@ -69,7 +69,10 @@ export function closedView(view) {
  */
 export function returnDraft(name, message) {
   if (openView?.name === name) openView.frame.box.draft = joinedDraft(message, openView.frame.box.draft);
-  else keepDraft(name, { ...message, ...joinedDraft(message, takeDraft(name)) });
+  else {
+    const kept = takeDraft(name); // with the settings of a new chat
+    keepDraft(name, { ...kept, ...message, ...joinedDraft(message, kept) });
+  }
 }
 
 /** Events after which the page may not come back. */

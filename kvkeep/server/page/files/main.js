@@ -1,6 +1,6 @@
 // The entry point: routes URL hashes to views.
 
-import { ApiError, BROKEN_OFF, get, isReceiving, keyProblem, messageOf, NO_ANSWER, setKey } from "./api.js";
+import { ApiError, BROKEN_OFF, get, isReceiving, keyProblem, messageOf, NO_ANSWER, NOT_LOADED, setKey } from "./api.js";
 import { byId, fill, h, markCurrent, showStatus, statusText } from "./dom.js";
 import { chat } from "./chat.js";
 import { storeDrafts, storeOnLeaving } from "./chat_place.js";
@@ -132,8 +132,9 @@ const messageBox = () => document.getElementById("words");
 
 async function askForKey() {
   const fields = [{ name: "key", label: "API key", kind: "password", required: true, problem: keyProblem }];
-  const { promptDialog } = await import("./dialog.js");
-  const values = await promptDialog("API key required", fields, "Continue");
+  const loaded = await import("./dialog.js").catch(() => null);
+  if (!loaded) return showStatus(NOT_LOADED, true);
+  const values = await loaded.promptDialog("API key required", fields, "Continue");
   if (values) {
     setKey(values.key);
     location.reload();

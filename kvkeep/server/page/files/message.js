@@ -121,7 +121,7 @@ export function openTurn(question, { number, bar } = {}) {
       progress.hidden = true;
       text += event.text || "";
       reasoning += event.reasoning || "";
-      timer ||= window.setTimeout(draw, Math.max(DRAW_EVERY, 4 * duration)); // a long answer takes long
+      timer ||= window.setTimeout(draw, Math.min(2000, Math.max(DRAW_EVERY, 4 * duration))); // a long answer takes long
     },
     /** Marks it as one that the server may not have kept. @param {boolean} isInBox whether its message was put back */
     unconfirm(isInBox) {

@@ -1,5 +1,6 @@
 // Another text in place of a message's: loaded once it is asked for.
 
+import { returnDraft } from "./chat_place.js";
 import { isOpen, keepLeft, promptDialog } from "./dialog.js";
 import { h, takeStatus } from "./dom.js";
 import { canRecompute, nameOf, recomputeText, replacedText } from "./memory_text.js";
@@ -11,7 +12,7 @@ import { canRecompute, nameOf, recomputeText, replacedText } from "./memory_text
  * @param {Memory} memory @param {import("./turns.js").Part} part @param {Actions} actions @param {string} [written] @param {string} [failure]
  */
 export async function replaceText(memory, part, actions, written = part.text, failure = "") {
-  if (isOpen()) return;
+  if (isOpen()) return written === part.text ? undefined : returnDraft(memory.name, { text: written, files: [] });
   const fields = [
     { name: "text", label: "New text", kind: "textarea", value: written, required: true },
     ...(canRecompute(memory, part) ? [{ name: "recompute", label: recomputeText(memory, part.end), kind: "checkbox" }] : []),
@@ -23,6 +24,6 @@ export async function replaceText(memory, part, actions, written = part.text, fa
   const message = replacedText(part, memory.tokens, body.recompute === "suffix");
   if (await actions.change("replace", "edit", [body], message, memory)) return;
   const now = actions.now(part);
-  if (!now) return;
+  if (!now) return returnDraft(memory.name, { text: String(values.text), files: [] });
   await replaceText(now.memory, now.part, actions, values.text, takeStatus());
 }
