@@ -45,9 +45,10 @@ class _UvicornServer(uvicorn.Server):
         return max(0.0, self._deadline - time.monotonic())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._deadline = self._deadline or time.monotonic() + self._grace
+        grace = 0.0 if self._deadline else self._grace  # another signal ends it
+        self._deadline = time.monotonic() + grace
         self._service.closing = True  # ends streams of events, which uvicorn would wait for
-        asyncio.get_running_loop().call_later(self._grace, self._service.end_streams)
+        asyncio.get_running_loop().call_later(grace, self._service.end_streams)
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
