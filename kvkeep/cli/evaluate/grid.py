@@ -113,7 +113,8 @@ def _skip_printer() -> "Callable[[GridSetting, InvalidArgument], None]":
             printed.add(key)
             name = f"{setting.task}, {setting.method} at ratio {setting.ratio:g}"
             with tqdm.external_write_mode(file=sys.stderr):  # above the progress bar
-                say(f"{name}: left out where it is impossible: {error}")
+                reason = str(error).partition(". Use ")[0]  # a grid has no such settings
+                say(f"{name}: left out where it is impossible: {reason}")
 
     return skip
 
