@@ -283,6 +283,7 @@ IN_CI = (
     "models/test_gguf_families.py::test_converted_folder*?qwen3.5?",
     "models/test_gguf_families.py::test_fused_matrices*?bamba-8?",
     "models/test_gguf_families.py::test_fused_matrices*?gemma3-8?",
+    "cli/test_serve.py::test_a_second_signal_ends_the_grace*?15-True?",
     "clients/test_agents.py::test_an_agent_does_a_task_resumes*?claude?",
     "page/test_chat.py::test_the_first_view_is_a_focused_message_box?390?",
     "page/test_new_users.py::test_the_heading_takes_at_most_two_rows_with_undo?390?",
