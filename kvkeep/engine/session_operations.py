@@ -309,7 +309,7 @@ class SessionOperations:
 
 
 def _copy_history(source: SessionRecord, target: SessionRecord) -> None:
-    """Copy how a text was evaluated, edited and answered to the record of a fork."""
+    """Copy what is recorded of a text's evaluation, edits and answers to the record of a fork."""
     target.first_edit = source.first_edit
     target.step_aligned_tokens = source.step_aligned_tokens
     target.has_other_steps = source.has_other_steps

@@ -209,7 +209,7 @@ class SessionMiddleware:
                 await self._commit(leased, exchange)
 
     async def _revert(self, exchange: Exchange) -> None:
-        """Change a session to what another one is, which is loaded for it if it is there.
+        """Revert a session to another one, which is loaded first if it is there.
 
         The other one may be gone when the request is repeated.
         """
