@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -11,9 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf.header import check_header, part_paths
+from kvkeep.models.gguf.header import TensorLocation, read_header
+from kvkeep.models.gguf.parts import part_paths
 
 _T = TypeVar("_T")
+# Of unquantised tensors; the data of others are bytes.
+_NUMPY_DTYPES = {
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -81,29 +92,15 @@ class GgufFile:
 
     @classmethod
     def _open_part(cls, path: Path) -> Self:
-        check_header(path)
-        from gguf import GGUFReader
-
-        # gguf-py does not validate: wrong bytes surface as IndexError, ValueError, KeyError,
-        # OverflowError and others.
+        header = read_header(path)
+        file = np.memmap(path, mode="r").view(np.ndarray)
         try:
-            reader = GGUFReader(path)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-            tensors = {
-                tensor.name: PackedTensor(
-                    name=tensor.name,
-                    ggml_type=tensor.tensor_type.name,
-                    shape=tuple(int(size) for size in reversed(tensor.shape.tolist())),
-                    data=tensor.data,
-                )
-                for tensor in reader.tensors
-            }
-        except Exception as error:
+            tensors = {each.name: _map_tensor(file, each) for each in header.tensors}
+        except ValueError as error:
             raise BadModelFile(
-                f"{path} is a truncated or corrupt GGUF file ({type(error).__name__}: {error}); "
-                "fetch it again"
+                f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
             ) from error
-        return cls(path, metadata, tensors)
+        return cls(path, header.metadata, tensors)
 
     def _check_part_index(self, index: int, part_count: int) -> None:
         """Raise BadModelFile unless the metadata say part `index` (from 0) of `part_count`."""
@@ -244,6 +241,28 @@ class GgufFile:
             f"{self.path} {feature}, which is not supported in GGUF files; use a safetensors "
             "folder of the model"
         )
+
+
+def _map_tensor(file: NDArray[np.uint8], location: TensorLocation) -> PackedTensor:
+    """Return a tensor whose data are a part of a file's bytes. Raises ValueError."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    ggml_type = GGMLQuantizationType(location.type_number)
+    *leading, columns = location.shape
+    block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
+    if columns % block_size:
+        raise ValueError(
+            f"tensor {location.name!r} has rows of {columns} weights, which are no multiple of "
+            f"{ggml_type.name}'s block of {block_size}"
+        )
+    shape = (*leading, columns // block_size * block_bytes)
+    end = location.offset + prod(shape)
+    if end > len(file):
+        raise ValueError(f"tensor {location.name!r} would extend past its end")
+    data = file[location.offset : end].reshape(shape)
+    if dtype := _NUMPY_DTYPES.get(ggml_type.name):
+        data = data.view(dtype)
+    return PackedTensor(location.name, ggml_type.name, location.shape, data)
 
 
 def _is_integer_from(minimum: int, value: object) -> bool:

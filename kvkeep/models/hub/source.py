@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
-from kvkeep.models.gguf.header import part_paths
+from kvkeep.models.gguf.parts import part_paths
 from kvkeep.models.hub.library import find_model, home, mark_used, model_path, store_model
 from kvkeep.models.hub.names import name_path, named_models, require_config, split_prefix
 from kvkeep.models.hub.repository import (
