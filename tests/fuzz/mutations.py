@@ -116,7 +116,7 @@ def mutate_json(value: Any, random: Random) -> Any:
             holder[key] += random.choice((-1, 1, 64, -64, 0.5))
         else:
             holder[key] = copy.deepcopy(random.choice(VALUES))
-        if not list(_slots(changed)):
+        if next(_slots(changed), None) is None:
             break
     return changed
 

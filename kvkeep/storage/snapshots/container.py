@@ -228,6 +228,9 @@ def _read_into(buffer: memoryview, file: BinaryIO, begin: int, executor: ThreadP
     chunk = next_chunk()
     while chunk:
         filled += len(chunk)
+        if filled == len(buffer):  # without a thread for small tensors, of which there are many
+            hasher.update(chunk)
+            break
         next_future = executor.submit(next_chunk)
         hasher.update(chunk)
         chunk = next_future.result()
