@@ -121,6 +121,23 @@ def test_a_top_k_that_cuts_nothing_changes_nothing() -> None:
     assert torch.equal(every[1], none[1])
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 200.0])
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0), (1, 0.05), (0.99, 0.001), (1e-9, 0)])
+def test_few_or_many_candidates_are_in_the_order_of_a_stable_sort(
+    spread: float, top_p: float, min_p: float
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = (torch.randn(50_000, generator=random) * spread).mul(8).round() / 8  # with many ties
+    weights, ids = (logits - logits.max()).softmax(-1).sort(descending=True, stable=True)
+    expected = weights >= min_p * weights[0]
+    expected &= weights.double().cumsum(-1) - weights < top_p
+    found, found_weights = distribution(
+        logits, [], Sampling(temperature=1, top_p=top_p, min_p=min_p)
+    )
+    assert torch.equal(found, ids[expected])
+    assert torch.equal(found_weights, weights[expected])
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-45, 1e-40, 1e-38, 1e-30])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
 def test_the_lowest_temperatures_take_the_likeliest(temperature: float, filters: dict) -> None:

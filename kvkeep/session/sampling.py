@@ -237,18 +237,33 @@ def _apply_top_p_min_p(
         return all_ids, probabilities
     total_probability = 1.0
     if ids is None:
-        # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
-        # in the nucleus, and only the rest, usually a handful, is sorted.
+        # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is in
+        # the nucleus, and only the rest, usually a handful, is sorted.
         lowest_in_nucleus = (1 - sampling.top_p) / probabilities.shape[0]
-        ids = (probabilities >= lowest_in_nucleus).nonzero().squeeze(-1)
+        lowest = max(lowest_in_nucleus, float(sampling.min_p * probabilities.max()))
+        ids = (probabilities >= lowest).nonzero().squeeze(-1)
     else:
         total_probability = float(probabilities[ids].double().sum())
-    weights, order = probabilities[ids].sort(descending=True, stable=True)
+    weights, ids = _sorted_by_weight(probabilities[ids], ids)
     remaining = weights >= sampling.min_p * weights[0]
     if sampling.top_p < 1:
         remaining &= weights.double().cumsum(-1) - weights < sampling.top_p * total_probability
     remaining[0] = True
-    return ids[order][remaining], weights[remaining]
+    return ids[remaining], weights[remaining]
+
+
+def _sorted_by_weight(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights `[n]` float32, the largest first, and their ids; equal ones in their order.
+
+    In numpy, which sorts integers with vector instructions: at 150,000 weights, a stable sort of
+    torch takes ten times as long. Of floats that are not negative, the order is that of their bits.
+    """
+    bits = weights.numpy().view(np.uint32).astype(np.uint64)
+    keys = np.sort(
+        (np.uint64(0xFFFFFFFF) - bits) << np.uint64(32) | np.arange(len(bits), dtype=np.uint64)
+    )
+    order = torch.from_numpy((keys & np.uint64(0xFFFFFFFF)).astype(np.int64))
+    return weights[order], ids[order]
 
 
 def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
