@@ -110,6 +110,38 @@ def test_the_distribution_is_that_of_transformers(
     assert not set(ids.tolist()) & set(theirs[0].isneginf().nonzero().squeeze(-1).tolist())
 
 
+class AllowedTokens:
+    """A constraint that allows the same tokens always."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = list(tokens)
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(logits, -torch.inf)
+        masked[self._tokens] = logits[self._tokens]
+        return masked
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 40, 0])
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 1])
+def test_forbidden_tokens_are_no_candidates(top_k: int, top_p: float) -> None:
+    """A grammar often allows fewer tokens than top_k: all others tie for the last place."""
+    logits, allowed = torch.randn(50_000, generator=torch.Generator().manual_seed(0)), [7, 999]
+    sampling = {"temperature": 1.0, "top_k": top_k, "top_p": top_p}
+    ids, weights = distribution(
+        logits, [], Sampling(**sampling, constraint=AllowedTokens(*allowed))
+    )
+    expected_ids, expected = distribution(logits[allowed], [], Sampling(**sampling))
+    weight_by_id = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+    assert {i: weight for i, weight in weight_by_id.items() if weight} == {
+        allowed[i]: weight for i, weight in zip(expected_ids, expected.tolist(), strict=True)
+    }
+    assert len(ids) <= 2 or (top_k == 0 and top_p == 1)
+
+
 def test_a_top_k_that_cuts_nothing_changes_nothing() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, generator=random)

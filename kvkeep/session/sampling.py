@@ -225,6 +225,8 @@ def _top_k_ids(scores: Tensor, k: int) -> Tensor | None:
     largest, ids = scores.topk(k + 1)
     if largest[-1] < largest[-2]:
         return ids[:-1]
+    if largest[-2] == -torch.inf:  # a constraint allows fewer; the others would all be ties
+        return (scores > -torch.inf).nonzero().squeeze(-1)
     return (scores >= largest[-2]).nonzero().squeeze(-1)
 
 
