@@ -111,7 +111,7 @@ def test_the_distribution_is_that_of_transformers(
 
 
 class AllowedTokens:
-    """A constraint that allows the same tokens always."""
+    """A constraint that always allows the same tokens."""
 
     def __init__(self, *tokens: int) -> None:
         self._tokens = list(tokens)
@@ -140,6 +140,31 @@ def test_forbidden_tokens_are_no_candidates(top_k: int, top_p: float) -> None:
         allowed[i]: weight for i, weight in zip(expected_ids, expected.tolist(), strict=True)
     }
     assert len(ids) <= 2 or (top_k == 0 and top_p == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_constraint_may_return_another_dtype(dtype: torch.dtype, filters: dict) -> None:
+    class Widened(AllowedTokens):
+        def masked(self, logits: torch.Tensor) -> torch.Tensor:
+            return super().masked(logits).to(dtype).requires_grad_()
+
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    allowed = range(0, 1000, 7)
+    expected, found = (
+        distribution(logits, [], Sampling(temperature=1, constraint=constraint, **filters))
+        for constraint in (AllowedTokens(*allowed), Widened(*allowed))
+    )
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_the_highest_temperatures_keep_a_constraint(temperature: float, filters: dict) -> None:
+    how = Sampling(temperature=temperature, constraint=AllowedTokens(1, 4), **filters)
+    ids, weights = distribution(LOGITS, [], how)
+    assert {i for i, weight in zip(ids.tolist(), weights.tolist(), strict=True) if weight} == {1, 4}
 
 
 def test_a_top_k_that_cuts_nothing_changes_nothing() -> None:

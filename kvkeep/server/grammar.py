@@ -121,18 +121,18 @@ class Grammar:
         if problem := self._matcher.get_error():
             reason = _first_reason(problem)
             raise InvalidArgument(f"the schema or grammar cannot be followed: {reason}")
-        bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")
-        allowed = np.zeros(logits.shape[0], dtype=bool)
-        allowed[: len(bits)] = bits[: len(allowed)]  # logits and tokenizer may differ in size
+        bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little").view(bool)
         if self._substitute_eos_id is not None:
-            # A slice, as the added token may lie beyond the logits.
-            allowed[self._substitute_eos_id : self._substitute_eos_id + 1] = False
-            if not allowed.any():
+            bits[self._substitute_eos_id] = False
+            if not bits[: len(logits)].any():
                 raise InvalidArgument(
                     "the schema or grammar allows only the empty text, and the model has no end "
                     "token: leave the schema or grammar out, or use one that allows text"
                 )
-        return logits.masked_fill(~torch.from_numpy(allowed), -torch.inf)
+        # Logits and tokenizer may differ in size. In numpy, as sampling is.
+        masked = np.full(len(logits), -np.inf, dtype=np.float32)
+        np.copyto(masked[: len(bits)], logits.numpy()[: len(bits)], where=bits[: len(logits)])
+        return torch.from_numpy(masked)
 
     @property
     def complete(self) -> bool:

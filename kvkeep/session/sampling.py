@@ -3,17 +3,20 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
-_LARGEST_LOGIT = float(torch.finfo(torch.float32).max)
+_LARGEST_LOGIT = float(np.finfo(np.float32).max)
+_Floats: TypeAlias = NDArray[np.float32]
+_Ids: TypeAlias = NDArray[np.int64]
 
 
 class Constraint(Protocol):
@@ -184,12 +187,12 @@ class Sampler:
     def sample(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
         """Return a token id. logits: `[vocab]` float32, finite. tokens: all so far."""
         if sampling.greedy:
-            return _argmax(_process_logits(logits.cpu(), tokens, sampling))
-        ids, weights = distribution(logits, tokens, sampling)
-        cumulative = weights.double().cumsum(-1)
-        threshold = self._draw_uniform(sampling.seed) * float(cumulative[-1])
-        index = int(torch.searchsorted(cumulative, threshold, right=True))
-        return int(ids[min(index, ids.shape[0] - 1)])
+            return int(_process_logits(logits, tokens, sampling).argmax())
+        ids, weights = _candidates(logits, tokens, sampling)
+        cumulative = weights.cumsum(dtype=np.float64)
+        threshold = self._draw_uniform(sampling.seed) * cumulative[-1]
+        index = int(cumulative.searchsorted(threshold, side="right"))
+        return int(ids[min(index, len(ids) - 1)])
 
     def _draw_uniform(self, seed: int | None) -> float:
         if self._generator is None or seed != self._seed:
@@ -204,105 +207,129 @@ def distribution(
 
     logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
-    scores = _process_logits(logits.cpu(), tokens, sampling)  # float64 is not on every device
     if sampling.greedy:
-        ids = torch.tensor([_argmax(scores)], dtype=torch.int64, device="cpu")
-        return ids, torch.ones(1, dtype=torch.float32, device="cpu")
-    scores = (scores - scores.max()) / sampling.temperature
-    return _apply_top_p_min_p(scores.softmax(-1), _top_k_ids(scores, sampling.top_k), sampling)
+        ids = _process_logits(logits, tokens, sampling).argmax(keepdims=True)
+        return torch.from_numpy(ids), torch.ones(1, dtype=torch.float32, device="cpu")
+    ids, weights = _candidates(logits, tokens, sampling)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
-def _argmax(scores: Tensor) -> int:
-    # In numpy: for a vector, waking torch's threads takes longer than the search.
-    return int(scores.numpy().argmax())
+# In numpy, which computes in the calling thread: for a vector, waking torch's threads takes longer
+# than the work, and much longer where other programs keep their cores busy.
 
 
-def _top_k_ids(scores: Tensor, k: int) -> Tensor | None:
-    """Return the ids of the `k` largest scores and of ties with the last of them; None for all."""
-    if not 0 < k < scores.shape[0]:
+def _candidates(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> tuple[_Ids, _Floats]:
+    """Return what `distribution` does, for a temperature above 0."""
+    scores = _process_logits(logits, tokens, sampling)
+    # At most float32's largest: with a higher temperature, forbidden tokens would become NaN.
+    temperature = np.float32(min(sampling.temperature, _LARGEST_LOGIT))
+    with np.errstate(over="ignore"):  # to minus infinity, at a low temperature
+        scores = (scores - scores.max()) / temperature
+    # Not in numpy: the vector is one row, which torch computes in one thread, and faster.
+    probabilities = torch.from_numpy(scores).softmax(-1).numpy()
+    return _apply_top_p_min_p(probabilities, _top_k_ids(scores, sampling.top_k), sampling)
+
+
+def _top_k_ids(scores: _Floats, k: int) -> _Ids | None:
+    """Return the ids of the `k` largest scores and of ties with the last of them; None for all.
+
+    Without those that a constraint forbids, whose score is minus infinity.
+    """
+    if not 0 < k < len(scores):
         return None
     # Scores, since the probabilities of different scores may both be 0.
-    largest, ids = scores.topk(k + 1)
-    if largest[-1] < largest[-2]:
-        return ids[:-1]
-    if largest[-2] == -torch.inf:  # a constraint allows fewer; the others would all be ties
-        return (scores > -torch.inf).nonzero().squeeze(-1)
-    return (scores >= largest[-2]).nonzero().squeeze(-1)
+    largest, ids = torch.from_numpy(scores).topk(k + 1)
+    last, next_one = largest[-2:].tolist()
+    if next_one < last:
+        return ids[:-1].numpy()
+    if last == -np.inf:  # fewer are allowed, and all others are ties
+        return np.flatnonzero(scores > last)
+    return np.flatnonzero(scores >= last)
 
 
 def _apply_top_p_min_p(
-    probabilities: Tensor, ids: Tensor | None, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
+    probabilities: _Floats, ids: _Ids | None, sampling: Sampling
+) -> tuple[_Ids, _Floats]:
     """Apply top_p and min_p to some ids (None for all); return the remaining ids and weights."""
     if ids is None and sampling.top_p == 1 and sampling.min_p == 0:
-        all_ids = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
-        return all_ids, probabilities
+        return np.arange(len(probabilities)), probabilities
     total_probability = 1.0
     if ids is None:
         # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is in
         # the nucleus, and only the rest, usually a handful, is sorted.
-        lowest_in_nucleus = (1 - sampling.top_p) / probabilities.shape[0]
+        lowest_in_nucleus = (1 - sampling.top_p) / len(probabilities)
         lowest = max(lowest_in_nucleus, float(sampling.min_p * probabilities.max()))
-        ids = (probabilities >= lowest).nonzero().squeeze(-1)
+        ids = np.flatnonzero(probabilities >= lowest)
     else:
-        total_probability = float(probabilities[ids].double().sum())
+        total_probability = float(probabilities[ids].sum(dtype=np.float64))
     weights, ids = _sorted_by_weight(probabilities[ids], ids)
     remaining = weights >= sampling.min_p * weights[0]
     if sampling.top_p < 1:
-        remaining &= weights.double().cumsum(-1) - weights < sampling.top_p * total_probability
+        before = weights.cumsum(dtype=np.float64) - weights
+        remaining &= before < sampling.top_p * total_probability
     remaining[0] = True
     return ids[remaining], weights[remaining]
 
 
-def _sorted_by_weight(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights `[n]` float32, the largest first, and their ids; equal ones in their order.
+def _sorted_by_weight(weights: _Floats, ids: _Ids) -> tuple[_Floats, _Ids]:
+    """Return weights `[n]`, the largest first, and their ids; equal ones in their order.
 
-    In numpy, which sorts integers with vector instructions: at 150,000 weights, a stable sort of
-    torch takes ten times as long. Of floats that are not negative, the order is that of their bits.
+    Sorted as integers, which numpy does with vector instructions: a stable sort of floats takes
+    several times as long. Non-negative floats sort as their bits do.
     """
-    bits = weights.numpy().view(np.uint32).astype(np.uint64)
-    keys = np.sort(
-        (np.uint64(0xFFFFFFFF) - bits) << np.uint64(32) | np.arange(len(bits), dtype=np.uint64)
-    )
-    order = torch.from_numpy((keys & np.uint64(0xFFFFFFFF)).astype(np.int64))
+    bits = weights.view(np.uint32).astype(np.uint64)
+    keys = (np.uint64(0xFFFFFFFF) - bits) << np.uint64(32) | np.arange(len(bits), dtype=np.uint64)
+    keys.sort()
+    order = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
     return weights[order], ids[order]
 
 
-def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> Tensor:
-    """Return the scores to sample from. logits: `[vocab]` float32, finite, on the CPU."""
-    sampling.require_vocabulary(logits.shape[0])
-    scores = _apply_bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
+def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> _Floats:
+    """Return the scores to sample from, `[vocab]`. logits: `[vocab]` float32, finite."""
+    sampling.require_vocabulary(len(logits))
+    scores = _array(logits)
+    if sampling.logit_bias:
+        scores = _apply_bias(scores, sampling.logit_bias)
     window = sampling.repetition_window
     has_subtracted_penalty = sampling.presence_penalty or sampling.frequency_penalty
     if window and (sampling.repetition_penalty != 1 or has_subtracted_penalty):
         scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
-    return scores if sampling.constraint is None else sampling.constraint.masked(scores)
+    if sampling.constraint is not None:
+        scores = _array(sampling.constraint.masked(torch.from_numpy(scores)))
+    return scores
 
 
-def _apply_bias(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
-    ids = torch.tensor([token for token, _ in biases], dtype=torch.int64, device="cpu")
-    bias_values = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
-    return _replace_logits(logits, ids, logits[ids].double() + bias_values)
+def _array(logits: Tensor) -> _Floats:
+    # A constraint may return another dtype, or a tensor with a gradient.
+    array: _Floats = logits.detach().cpu().float().numpy()
+    return array
 
 
-def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Sampling) -> Tensor:
+def _apply_bias(logits: _Floats, biases: tuple[tuple[int, float], ...]) -> _Floats:
+    ids = np.array([token for token, _ in biases], dtype=np.int64)
+    bias_values = np.array([bias for _, bias in biases], dtype=np.float64)
+    return _replace_logits(logits, ids, logits[ids] + bias_values)
+
+
+def _penalise_repeats(logits: _Floats, counts: Counter[int], sampling: Sampling) -> _Floats:
     if not counts:
         return logits
-    repeated_ids = sorted(counts)
-    ids = torch.tensor(repeated_ids, dtype=torch.int64, device="cpu")
-    scores, penalty = logits[ids].double(), sampling.repetition_penalty
-    if penalty != 1:
-        scores = _clamped(torch.where(scores > 0, scores / penalty, scores * penalty))
-    occurrences = [counts[token] for token in repeated_ids]
-    repeats = torch.tensor(occurrences, dtype=torch.float64, device="cpu")
-    scores = scores - sampling.presence_penalty - sampling.frequency_penalty * repeats
+    ids = np.array(sorted(counts), dtype=np.int64)
+    repeats = np.array([counts[token] for token in ids.tolist()], dtype=np.float64)
+    scores, penalty = logits[ids].astype(np.float64), sampling.repetition_penalty
+    with np.errstate(over="ignore"):
+        if penalty != 1:
+            scores = _clamped(np.where(scores > 0, scores / penalty, scores * penalty))
+        scores = scores - sampling.presence_penalty - sampling.frequency_penalty * repeats
     return _replace_logits(logits, ids, scores)
 
 
-def _replace_logits(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    return logits.index_put((ids,), _clamped(scores).float())
+def _replace_logits(logits: _Floats, ids: _Ids, scores: NDArray[np.float64]) -> _Floats:
+    changed = logits.copy()
+    changed[ids] = _clamped(scores)
+    return changed
 
 
-def _clamped(scores: Tensor) -> Tensor:
+def _clamped(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     # To finite float32: infinity minus infinity would be NaN.
-    return scores.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+    return scores.clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
