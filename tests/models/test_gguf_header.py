@@ -1,5 +1,6 @@
 """The header of a GGUF file is read as gguf-py reads it, and in bounded time and memory."""
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gguf import GGUFReader, GGUFValueType
 
 from kvkeep.errors import BadModelFile
 from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.header import map_file, read_header
 
 VALUES: dict[str, tuple[Any, GGUFValueType, GGUFValueType | None]] = {
     "text": ("ein Gruß ▁", GGUFValueType.STRING, None),
@@ -88,9 +90,9 @@ def sparse_file(path: Path, header: bytes, size: int) -> Path:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (struct.pack("<IIQ", 9, 0, 1 << 33), "an array of 8589934592 items"),
-        (struct.pack("<IIQ", 9, 8, 1 << 25), "an array of 33554432 items"),
-        (struct.pack("<IQ", 8, 1 << 33), "its header has more than 256 MiB"),
+        (struct.pack("<IIQ", 9, 0, 1 << 33), "arrays of more than 4,194,304 items"),
+        (struct.pack("<IIQ", 9, 8, 1 << 23), "arrays of more than 4,194,304 items"),
+        (struct.pack("<IQ", 8, 1 << 33), "a header of more than 64 MiB"),
     ],
     ids=["bytes", "strings", "string"],
 )
@@ -102,10 +104,65 @@ def test_sparse_files_are_refused_before_their_zeros_are_read(
         GgufFile.open(path)
 
 
-def test_a_repeated_field_is_refused(tmp_path: Path) -> None:
-    field = struct.pack("<Q1sII", 1, b"a", 4, 7)
+def field(key: bytes, value: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key + value
+
+
+def test_items_of_all_arrays_count_together(tmp_path: Path) -> None:
+    fields = [
+        field(b"%d" % n, struct.pack("<IIQ", 9, 0, 1 << 20) + bytes(1 << 20)) for n in range(5)
+    ]
     path = tmp_path / "m.gguf"
-    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 2) + field + field)
+    for count in (4, 5):
+        path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, count) + b"".join(fields[:count]))
+        if count == 4:
+            assert len(GgufFile.open(path).metadata["3"]) == 1 << 20
+    with pytest.raises(BadModelFile, match="arrays of more than 4,194,304 items"):
+        GgufFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (b"a", struct.pack("<IIQIQI", 9, 9, 1, 4, 1, 7), "an array of type 9"),
+        (b"a", struct.pack("<II", 13, 0), "a field of type 13"),
+        (b"general.alignment", struct.pack("<IQ", 10, 32), "general.alignment of type 10"),
+        (b"general.alignment", struct.pack("<II", 4, 24), "an alignment of 24 bytes"),
+    ],
+    ids=["nested", "unknown", "uint64-alignment", "no-power-of-two"],
+)
+def test_fields_that_gguf_has_not_are_refused(
+    key: bytes, value: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + field(key, value))
+    with pytest.raises(BadModelFile, match=message):
+        GgufFile.open(path)
+
+
+def test_header_and_tensors_are_of_the_same_file(tmp_path: Path) -> None:
+    """A download that replaces the file meanwhile changes nothing."""
+    path, other = written(tmp_path / "m.gguf"), tmp_path / "other.gguf"
+    expected = GgufFile.open(path).tensors["Q4_0.weight"].data.copy()
+    other.write_bytes(bytes(path.stat().st_size))
+    data = map_file(path)
+    other.replace(path)
+    header = read_header(path, data)
+    assert len(header.tensors) > 10
+    start = next(tensor.offset for tensor in header.tensors if tensor.name == "Q4_0.weight")
+    assert data[start : start + expected.nbytes] == expected.tobytes()
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(BadModelFile, match="is not a regular file"):
+        GgufFile.open(tmp_path / "m.gguf")
+
+
+def test_a_repeated_field_is_refused(tmp_path: Path) -> None:
+    number = field(b"a", struct.pack("<II", 4, 7))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 2) + number + number)
     with pytest.raises(BadModelFile, match="field 'a' appears twice"):
         GgufFile.open(path)
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf.header import TensorLocation, read_header
+from kvkeep.models.gguf.header import TensorLocation, map_file, read_header
 from kvkeep.models.gguf.parts import part_paths
 
 _T = TypeVar("_T")
-# Of unquantised tensors; the data of others are bytes.
+# Unquantised formats; tensors of all others are bytes.
 _NUMPY_DTYPES = {
     "F16": np.float16,
     "F32": np.float32,
@@ -92,10 +92,10 @@ class GgufFile:
 
     @classmethod
     def _open_part(cls, path: Path) -> Self:
-        header = read_header(path)
-        file = np.memmap(path, mode="r").view(np.ndarray)
+        data = map_file(path)  # once: the file may be replaced
+        header, content = read_header(path, data), np.frombuffer(data, dtype=np.uint8)
         try:
-            tensors = {each.name: _map_tensor(file, each) for each in header.tensors}
+            tensors = {location.name: _map_tensor(content, location) for location in header.tensors}
         except ValueError as error:
             raise BadModelFile(
                 f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
@@ -243,8 +243,8 @@ class GgufFile:
         )
 
 
-def _map_tensor(file: NDArray[np.uint8], location: TensorLocation) -> PackedTensor:
-    """Return a tensor whose data are a part of a file's bytes. Raises ValueError."""
+def _map_tensor(content: NDArray[np.uint8], location: TensorLocation) -> PackedTensor:
+    """Return a tensor that is a view of a file's content. Raises ValueError."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     ggml_type = GGMLQuantizationType(location.type_number)
@@ -257,9 +257,9 @@ def _map_tensor(file: NDArray[np.uint8], location: TensorLocation) -> PackedTens
         )
     shape = (*leading, columns // block_size * block_bytes)
     end = location.offset + prod(shape)
-    if end > len(file):
+    if end > len(content):
         raise ValueError(f"tensor {location.name!r} would extend past its end")
-    data = file[location.offset : end].reshape(shape)
+    data = content[location.offset : end].reshape(shape)
     if dtype := _NUMPY_DTYPES.get(ggml_type.name):
         data = data.view(dtype)
     return PackedTensor(location.name, ggml_type.name, location.shape, data)

@@ -3,9 +3,13 @@
 gguf-py's reader makes several arrays for every string, which takes 30 times as long for a large
 vocabulary, and it trusts the counts in a header: one damaged byte makes it iterate over 2^60
 entries. `read_header` makes one pass, and checks each count before it reads.
+
+Counts are limited, since a sparse file takes no disk space, but its values take up to 100 bytes of
+memory each.
 """
 
 import mmap
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +26,11 @@ _SCALARS = {
     number: struct.Struct(f"<{code}") for number, code in enumerate("BbHhIif?  Qqd") if code != " "
 }
 _UINT32, _UINT64 = _SCALARS[4], _SCALARS[10]
-_MAX_ARRAY_DEPTH = 4  # of nested arrays; existing models have depth 1
 _MAX_DIMENSIONS = 4
 _MAX_TENSOR_TYPES = 256  # GGML numbers its types from 0: no release has more than these
-# Of one array, and of the whole header: far above those of models, since a sparse file costs
-# nothing, and its values would take many times its size in memory.
-_MAX_ARRAY_ITEMS = 1 << 24
-_MAX_HEADER_BYTES = 1 << 28
-_DEFAULT_ALIGNMENT = 32  # bytes
+_MAX_ITEMS = 1 << 22  # of all arrays together; models with 262,144 tokens have 1.3 million
+_MAX_HEADER_BYTES = 64 << 20
+_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32  # bytes
 
 
 @dataclass(frozen=True)
@@ -50,28 +51,22 @@ class GgufHeader:
     tensors: tuple[TensorLocation, ...]
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Read a file's header, in less than a second. Raises BadModelFile, UnsupportedModel."""
-    _check_magic(path)
+def map_file(path: Path) -> mmap.mmap:
+    """Map a GGUF file into memory, read-only. Raises BadModelFile unless it begins as one."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _HeaderReader(data).read()
-    except (ValueError, OSError) as error:
-        raise BadModelFile(
-            f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
-        ) from error
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{path}: {error}") from None
-
-
-def _check_magic(path: Path) -> None:
-    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BadModelFile(f"{path} is not a regular file; check the path")
         with path.open("rb") as file:
-            first_bytes = file.read(24)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
-    if not first_bytes:
-        raise BadModelFile(f"{path} is empty; fetch it again")
+    except ValueError as error:  # nothing to map
+        raise BadModelFile(f"{path} is empty; fetch it again") from error
+    _check_start(path, data[:24])
+    return data
+
+
+def _check_start(path: Path, first_bytes: bytes) -> None:
     if first_bytes[:4] != b"GGUF":
         raise BadModelFile(
             f"{path} is not a GGUF file: it starts with {first_bytes[:4]!r}, not b'GGUF'; "
@@ -87,6 +82,18 @@ def _check_magic(path: Path) -> None:
         )
 
 
+def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
+    """Read a file's header. data: of `map_file`. Raises BadModelFile, UnsupportedModel."""
+    try:
+        return _HeaderReader(data).read()
+    except ValueError as error:
+        raise BadModelFile(
+            f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
+        ) from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from None
+
+
 class _HeaderReader:
     """A cursor over a header's entries. Methods move it on, and raise ValueError at the end."""
 
@@ -94,6 +101,7 @@ class _HeaderReader:
         self._data = data
         self._file_size = len(data)
         self._offset = 8  # after the magic and the version
+        self._item_count = 0  # of the arrays so far
 
     def read(self) -> GgufHeader:
         tensor_count, field_count = self._scalar(_UINT64), self._scalar(_UINT64)
@@ -104,7 +112,10 @@ class _HeaderReader:
             key = self._string()
             if key in metadata:
                 raise ValueError(f"field {key!r} appears twice")
-            metadata[key] = self._value(self._scalar(_UINT32), depth=0)
+            value_type = self._scalar(_UINT32)
+            if key == _ALIGNMENT_KEY and _SCALARS.get(value_type) is not _UINT32:
+                raise ValueError(f"{key} of type {value_type}")
+            metadata[key] = self._value(value_type)
         tensors: dict[str, TensorLocation] = {}
         for _ in range(self._checked_count(tensor_count, entry_bytes=8 + 4 + 4 + 8)):
             tensor = self._tensor()
@@ -114,12 +125,12 @@ class _HeaderReader:
         return GgufHeader(metadata, self._located(tensors, metadata))
 
     def _checked_count(self, count: int, entry_bytes: int) -> int:
-        """Return the count. Raises ValueError unless so many entries fit into the rest."""
+        """Return the count. Raises ValueError unless so many entries fit into a header's rest."""
         end = self._offset + count * entry_bytes
         if end > self._file_size:
             raise ValueError(f"{count} entries at {self._offset} would extend past its end")
         if end > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has more than {_MAX_HEADER_BYTES >> 20} MiB")
+            raise ValueError(f"a header of more than {_MAX_HEADER_BYTES >> 20} MiB")
         return count
 
     def _skip(self, num_bytes: int) -> int:
@@ -136,23 +147,27 @@ class _HeaderReader:
         begin = self._skip(length)
         return self._data[begin : begin + length].decode()
 
-    def _value(self, value_type: int, depth: int) -> Any:
+    def _value(self, value_type: int) -> Any:
         if form := _SCALARS.get(value_type):
             return self._scalar(form)
         if value_type == _STRING_TYPE:
             return self._string()
-        if value_type != _ARRAY_TYPE or depth == _MAX_ARRAY_DEPTH:
-            raise ValueError(f"a field of kind {value_type}")
+        if value_type == _ARRAY_TYPE:
+            return self._array()
+        raise ValueError(f"a field of type {value_type}")
+
+    def _array(self) -> list[Any]:
+        """Read an array of scalars or strings; GGUF files have no others."""
         item_type, count = self._scalar(_UINT32), self._scalar(_UINT64)
-        if count > _MAX_ARRAY_ITEMS:
-            raise ValueError(f"an array of {count} items")
+        self._item_count += count
+        if self._item_count > _MAX_ITEMS:
+            raise ValueError(f"arrays of more than {_MAX_ITEMS:,} items")
         if form := _SCALARS.get(item_type):
             begin = self._skip(count * form.size)
             return list(struct.unpack_from(f"<{count}{form.format[1:]}", self._data, begin))
-        items = range(self._checked_count(count, entry_bytes=8))
         if item_type == _STRING_TYPE:
-            return [self._string() for _ in items]
-        return [self._value(item_type, depth + 1) for _ in items]
+            return [self._string() for _ in range(self._checked_count(count, entry_bytes=8))]
+        raise ValueError(f"an array of type {item_type}")
 
     def _tensor(self) -> TensorLocation:
         """Read a tensor's entry, with its offset in the data. Raises UnsupportedModel."""
@@ -176,11 +191,11 @@ class _HeaderReader:
         self, tensors: Mapping[str, TensorLocation], metadata: Mapping[str, Any]
     ) -> tuple[TensorLocation, ...]:
         """Return the tensors with offsets in the file: their data follow the header, aligned."""
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"an alignment of {str(alignment)[:80]} bytes")
+        alignment = metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"an alignment of {alignment} bytes")
         start = -(-self._offset // alignment) * alignment
-        return tuple(replace(each, offset=start + each.offset) for each in tensors.values())
+        return tuple(replace(tensor, offset=start + tensor.offset) for tensor in tensors.values())
 
 
 @cache

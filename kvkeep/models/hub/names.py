@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.gguf.header import read_header
+from kvkeep.models.gguf.header import map_file, read_header
 from kvkeep.models.gguf.parts import part_paths
 from kvkeep.models.hub.library import LocalModel, home
 
@@ -60,7 +60,7 @@ def add_name(name: str, path: Path) -> None:
         require_config(path)
     else:
         for part in part_paths(path):
-            read_header(part)
+            read_header(part, map_file(part))
     try:
         name_path("").mkdir(parents=True, exist_ok=True)
         name_path(name).symlink_to(path.absolute())
