@@ -208,9 +208,10 @@ def distribution(
     logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
     if sampling.greedy:
-        ids = _process_logits(logits, tokens, sampling).argmax(keepdims=True)
-        return torch.from_numpy(ids), torch.ones(1, dtype=torch.float32, device="cpu")
-    ids, weights = _candidates(logits, tokens, sampling)
+        largest = int(_process_logits(logits, tokens, sampling).argmax())
+        ids, weights = np.array([largest], dtype=np.int64), np.ones(1, dtype=np.float32)
+    else:
+        ids, weights = _candidates(logits, tokens, sampling)
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
