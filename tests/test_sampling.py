@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.history import History
 from kvkeep.session.sampling import Sampler, distribution
 from tests.examples import examples
 
@@ -236,6 +237,22 @@ def test_biases_of_one_token_are_added_up() -> None:
         assert distribution(logits, [], how)[0].tolist() == [1]
     with pytest.raises(InvalidArgument, match="logit_bias"):
         Sampling(logit_bias=((1, 1.7e308), (1, 1.7e308)))
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000, 2**31])
+def test_penalties_count_the_tokens_of_the_window(window: int) -> None:
+    """Of a session's history and of a list alike."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, generator=random)
+    tokens = torch.randint(0, 50, (2000,), generator=random).tolist()
+    how = Sampling(1, presence_penalty=0.5, frequency_penalty=0.25, repetition_window=window)
+    counts = Counter(tokens[-window:])
+    penalties = torch.tensor([counts[i] * 0.25 + (i in counts) * 0.5 for i in range(50)])
+    expected = (logits - penalties).softmax(-1)
+    for history in (tokens, History("i", tokens)):
+        ids, weights = distribution(logits, history, how)
+        assert torch.equal(ids, torch.arange(50))
+        assert (weights / weights.sum() - expected).abs().max() < 1e-6
 
 
 def test_repetition_penalty_acts_on_recent_tokens_only() -> None:

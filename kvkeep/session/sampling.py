@@ -1,8 +1,8 @@
 """Sampling the next token from logits: penalties, constraint, temperature and filters."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.history import History
 
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
 _LARGEST_LOGIT = float(np.finfo(np.float32).max)
@@ -103,9 +104,17 @@ class Sampling:
         """Whether the constraint allows no further token, so that generation ends."""
         return bool(getattr(self.constraint, "complete", False))
 
+    @cached_property
+    def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The token ids of `logit_bias` and what is added to their logits, `[n]` each."""
+        ids = np.array([token for token, _ in self.logit_bias], dtype=np.int64)
+        return ids, np.array([bias for _, bias in self.logit_bias], dtype=np.float64)
+
     def require_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidArgument if a token of `logit_bias` is none of the vocabulary."""
-        largest_id = max((token for token, _ in self.logit_bias), default=-1)
+        if not self.logit_bias:
+            return
+        largest_id = int(self.biases[0].max())
         if largest_id >= vocab_size:
             raise InvalidArgument(
                 f"tokens of logit_bias must be 0 to {vocab_size - 1}; found {largest_id}"
@@ -290,11 +299,13 @@ def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -
     sampling.require_vocabulary(len(logits))
     scores = _array(logits)
     if sampling.logit_bias:
-        scores = _apply_bias(scores, sampling.logit_bias)
+        bias_ids, biases = sampling.biases
+        scores = _replace_logits(scores, bias_ids, scores[bias_ids] + biases)
     window = sampling.repetition_window
     has_subtracted_penalty = sampling.presence_penalty or sampling.frequency_penalty
     if window and (sampling.repetition_penalty != 1 or has_subtracted_penalty):
-        scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
+        recent = tokens.last(window) if isinstance(tokens, History) else tokens[-window:]
+        scores = _penalise_repeats(scores, np.asarray(recent, dtype=np.int64), sampling)
     if sampling.constraint is not None:
         scores = _array(sampling.constraint.masked(torch.from_numpy(scores)))
     return scores
@@ -306,17 +317,11 @@ def _array(logits: Tensor) -> _Floats:
     return array
 
 
-def _apply_bias(logits: _Floats, biases: tuple[tuple[int, float], ...]) -> _Floats:
-    ids = np.array([token for token, _ in biases], dtype=np.int64)
-    bias_values = np.array([bias for _, bias in biases], dtype=np.float64)
-    return _replace_logits(logits, ids, logits[ids] + bias_values)
-
-
-def _penalise_repeats(logits: _Floats, counts: Counter[int], sampling: Sampling) -> _Floats:
-    if not counts:
+def _penalise_repeats(logits: _Floats, recent: _Ids, sampling: Sampling) -> _Floats:
+    """Return logits with those of the recent tokens lowered."""
+    if not len(recent):
         return logits
-    ids = np.array(sorted(counts), dtype=np.int64)
-    repeats = np.array([counts[token] for token in ids.tolist()], dtype=np.float64)
+    ids, repeats = np.unique(recent, return_counts=True)
     scores, penalty = logits[ids].astype(np.float64), sampling.repetition_penalty
     with np.errstate(over="ignore"):
         if penalty != 1:

@@ -98,7 +98,7 @@ class Speculation:
         """
         self.has_lost_step = bool(self.sampling.constraint is not None or self.sampling.stop)
         window = max(1, self.sampling.repetition_window)
-        recent_tokens = list(state.memory.tokens[-window:])
+        recent_tokens = state.memory.tokens.last(window)
         for count, token in enumerate(rows[:-1], 1):
             recent_tokens.append(token)
             if self.follow(token):
