@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.history import History
-from kvkeep.session.sampling import Sampler, distribution
+from kvkeep.session.sampler import Sampler, distribution
 from tests.examples import examples
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]

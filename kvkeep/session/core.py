@@ -16,7 +16,8 @@ from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
 from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.memory import Memory
-from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.sampler import Sampler
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.spans import TokenRange, span_after_edit
 from kvkeep.storage.prefixes.block import PrefixCache
 

@@ -24,7 +24,8 @@ from kvkeep.session.edits import SessionEdits
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.memory import Memory
 from kvkeep.session.reductions import SessionReductions
-from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.sampler import Sampler
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.scoring import score_step
 from kvkeep.session.snapshots import restore_state, take_snapshot
 from kvkeep.session.views import SessionViews

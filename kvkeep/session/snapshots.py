@@ -12,7 +12,7 @@ from kvkeep.policies import make_policy
 from kvkeep.policies.base import pinned_cell_count
 from kvkeep.session.core import SessionCore, SessionState
 from kvkeep.session.memory import Memory
-from kvkeep.session.sampling import Sampler
+from kvkeep.session.sampler import Sampler
 from kvkeep.storage.snapshots.document import check_settings
 from kvkeep.storage.snapshots.snapshot import Snapshot
 

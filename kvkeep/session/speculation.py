@@ -30,7 +30,8 @@ from kvkeep.session.drafts import (
 )
 from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.memory import Memory
-from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.sampler import Sampler
+from kvkeep.session.sampling import Sampling
 from kvkeep.session.streaming import TextStream
 
 _MAX_ROWS = 64  # of a forward, unless it has more sessions
