@@ -92,28 +92,56 @@ class Output:
         return Message("assistant", tuple(parts))
 
 
+class OutputBuilder:
+    """The parts of an answer so far, built from its events.
+
+    The texts of a part are joined when they are read: each step would copy the text before it.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[OutputPart, list[str]]] = []  # a part without text, and its texts
+
+    def push(self, events: Iterable[OutputEvent]) -> None:
+        """Append the next events."""
+        for event in events:
+            last, texts = self._parts[-1] if self._parts else (None, list[str]())
+            if isinstance(event, TextDelta):
+                texts = texts if isinstance(last, TextPart) else self._open(TextPart(""))
+                texts.append(event.text)
+            elif isinstance(event, ReasoningDelta):
+                texts = texts if isinstance(last, ReasoningPart) else self._open(ReasoningPart(""))
+                texts.append(event.text)
+            elif isinstance(event, CallStarted):
+                self._open(GeneratedCall(event.id, event.name, "", complete=False))
+            else:
+                assert isinstance(last, GeneratedCall), "arguments outside of a call"
+                if isinstance(event, CallEnded):
+                    self._parts[-1] = replace(last, complete=event.complete), texts
+                else:
+                    texts.append(event.delta)
+
+    @property
+    def output(self) -> Output:
+        """The answer so far."""
+        return Output(tuple(_with_text(part, "".join(texts)) for part, texts in self._parts))
+
+    def _open(self, part: OutputPart) -> list[str]:
+        """Begin a part. Returns the list of its texts."""
+        self._parts.append((part, []))
+        return self._parts[-1][1]
+
+
+def _with_text(part: OutputPart, text: str) -> OutputPart:
+    if isinstance(part, GeneratedCall):
+        return replace(part, arguments=text)
+    return replace(part, text=text)
+
+
 def joined_output(events: Iterable[OutputEvent]) -> Output:
     """Return the output whose streaming gave these events."""
-    parts: list[OutputPart] = []
-    for event in events:
-        last = parts[-1] if parts else None
-        if isinstance(event, TextDelta):
-            text = last.text if isinstance(last, TextPart) else ""
-            parts[len(parts) - isinstance(last, TextPart) :] = [TextPart(text + event.text)]
-        elif isinstance(event, ReasoningDelta):
-            text = last.text if isinstance(last, ReasoningPart) else ""
-            parts[len(parts) - isinstance(last, ReasoningPart) :] = [
-                ReasoningPart(text + event.text)
-            ]
-        elif isinstance(event, CallStarted):
-            parts.append(GeneratedCall(event.id, event.name, "", complete=False))
-        else:
-            assert isinstance(last, GeneratedCall), "arguments outside of a call"
-            if isinstance(event, CallEnded):
-                parts[-1] = replace(last, complete=event.complete)
-            else:
-                parts[-1] = replace(last, arguments=last.arguments + event.delta)
-    return Output(tuple(parts))
+    builder = OutputBuilder()
+    builder.push(events)
+    return builder.output
 
 
 def parse_arguments(text: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output import Output, OutputEvent, joined_output
+from kvkeep.chat.output import Output, OutputBuilder, OutputEvent
 from kvkeep.chat.output_format import BlockMarkers, OutputFormat
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps, merged
 from kvkeep.chat.scanner import SPACE, Scanner
@@ -47,7 +47,7 @@ class OutputReader:
         self._format, self._forced, self._schema_calls = output_format, forced, schema_calls
         self._steps: Generator[OutputEvent | None, None, None] | None
         self._steps = self._read(starts_in_reasoning)
-        self._events: list[OutputEvent] = []
+        self._builder = OutputBuilder()
         self._open_wrappers: list[BlockMarkers] = []
         self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
 
@@ -67,7 +67,7 @@ class OutputReader:
     @property
     def output(self) -> Output:
         """The answer so far."""
-        return joined_output(self._events)
+        return self._builder.output
 
     def _advance(self) -> list[OutputEvent]:
         events = []
@@ -81,7 +81,7 @@ class OutputReader:
                 break
             events.append(event)
         result = merged(events)
-        self._events += result
+        self._builder.push(result)
         return result
 
     # Reading

@@ -25,10 +25,14 @@ StreamEvent = PrefillProgress | GeneratedToken | Finished
 class GenerationResult:
     """A generation's text and sampled tokens so far."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # joined they are `text`
     tokens: list[GeneratedToken] = field(default_factory=list)
     finished: Finished = field(init=False)  # set once the generation has ended
     prompt_scores: list[TokenScores] = field(default_factory=list)  # by step, if requested
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     @property
     def sampled_tokens(self) -> list[GeneratedToken]:
@@ -98,10 +102,10 @@ class GenerationStream:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, GeneratedToken):
-                        result.text += event.text
+                        result.texts.append(event.text)
                         result.tokens.append(event)
                     elif isinstance(event, Finished):
-                        result.text += event.text
+                        result.texts.append(event.text)
                         result.finished = event
                         finished_count += 1
                     elif event.scores is not None:

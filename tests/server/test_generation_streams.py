@@ -9,7 +9,15 @@ import pytest
 from server.conftest import ScriptedServer
 
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Generation
+from kvkeep.engine import (
+    Finished,
+    GeneratedToken,
+    Generation,
+    GenerationRequest,
+    Reuse,
+    Usage,
+)
+from kvkeep.engine.record import SessionRecord
 from kvkeep.errors import NoRoom
 from kvkeep.server.generation_stream import GenerationStream
 
@@ -34,6 +42,31 @@ def test_a_refused_admission_that_is_not_awaited_is_no_error_of_the_loop() -> No
 
     asyncio.run(run())
     assert not problems
+
+
+class AddedText(str):
+    """A text that cannot be appended to another one."""
+
+    def __radd__(self, other: str) -> str:
+        raise AssertionError("the text so far is copied for a token")
+
+
+def test_the_text_so_far_is_not_copied_with_each_token() -> None:
+    usage = Usage(1, 3, Reuse(), 0.0, 0.0, 0.0)
+
+    async def run() -> str:
+        stream = GenerationStream(1)
+        stream.generations = [
+            Generation(GenerationRequest((1,)), SessionRecord("a", "", True, None, None))
+        ]
+        (listener,) = stream.listeners
+        for _ in range(3):
+            listener(GeneratedToken(1, AddedText("ab")))
+        listener(Finished("length", AddedText("c"), usage))
+        await stream.wait()
+        return stream.results[0].text
+
+    assert asyncio.run(run()) == "abababc"
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
 from kvkeep.chat.context_edits import apply_edits, clears_thinking, parse_edits
 from kvkeep.chat.messages import Chat
-from kvkeep.chat.output import Output, OutputEvent, joined_output
+from kvkeep.chat.output import Output, OutputBuilder, OutputEvent
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
 from kvkeep.server.alignment import own_fields
@@ -150,7 +150,7 @@ class _AnswerReader:
     def __init__(self, reader: OutputReader, end: StopAfterFirstCall | None):
         """end: ends the generation with its first call; None if there may be several."""
         self._reader, self._end = reader, end
-        self._events: list[OutputEvent] = []
+        self._builder = OutputBuilder()
 
     def push(self, event: StreamEvent) -> list[OutputEvent]:
         if isinstance(event, PrefillProgress):
@@ -161,12 +161,12 @@ class _AnswerReader:
             events = [*self._reader.push([event.text]), *self._reader.finish()]
         if self._end is not None:
             events = self._end.up_to_first_call(events)
-        self._events += events
+        self._builder.push(events)
         return events
 
     @property
     def output(self) -> Output:
-        return joined_output(self._events)
+        return self._builder.output
 
     def stop_fields(self, finished: Finished) -> dict[str, Any]:
         """Return why the message ends. A call that is cut off is not to be run."""

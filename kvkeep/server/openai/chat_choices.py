@@ -11,9 +11,9 @@ from kvkeep.chat.output import (
     CallEnded,
     CallStarted,
     Output,
+    OutputBuilder,
     OutputEvent,
     TextDelta,
-    joined_output,
 )
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
@@ -35,7 +35,7 @@ class ChatChoice:
     early_end: StopAfterFirstCall | None = None
     uses_functions: bool = False
     tokens: list[GeneratedToken] = field(default_factory=list)
-    _events: list[OutputEvent] = field(default_factory=list)
+    _builder: OutputBuilder = field(default_factory=OutputBuilder)
     _custom_texts: dict[int, str] = field(default_factory=dict)  # arguments of custom tools' calls
 
     @property
@@ -55,12 +55,12 @@ class ChatChoice:
             self.tokens.append(event)
         if self.early_end is not None:
             events = self.early_end.up_to_first_call(events)
-        self._events += events
+        self._builder.push(events)
         return events
 
     @property
     def output(self) -> Output:
-        return joined_output(self._events)
+        return self._builder.output
 
     def message(self) -> dict[str, Any]:
         """Return the whole message."""
