@@ -1,5 +1,6 @@
 """Completions by OpenAI's client."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,49 @@ def test_a_stream_echoes_the_prompt_and_its_log_probabilities(client: openai.Ope
         for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             joined = [item for entry in entries for item in getattr(entry, field)]
             assert joined == getattr(whole.logprobs, field)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_formatted_and_encoded_outside_of_the_event_loop(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    calls: list[tuple[str, bool]] = []
+    format_entry, encode = CompletionLogprobs.prompt_entry, json.dumps
+
+    def prompt_entry(*arguments: Any) -> dict[str, Any]:
+        calls.append(("format", in_event_loop()))
+        return format_entry(*arguments)
+
+    def dumps(value: Any, *arguments: Any, **fields: Any) -> str:
+        text = encode(value, *arguments, **fields)
+        if '"top_logprobs":[null,' in text:
+            calls.append(("encode", in_event_loop()))
+        return text
+
+    monkeypatch.setattr(CompletionLogprobs, "prompt_entry", prompt_entry)
+    monkeypatch.setattr(json, "dumps", dumps)
+    result = complete(client, echo=True, logprobs=2, max_tokens=0, stream=stream)
+    if stream:
+        result = next(iter(result))
+    assert result.choices[0].text == PROMPT
+    assert calls == [("format", False), ("encode", False)]
+
+
+def in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_top_tokens_may_have_any_text(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastAPI's encoder leaves out fields that begin with "_sa"."""
+    monkeypatch.setattr(TextCodec, "token_bytes", lambda _, token: b"_sa%d" % token)
+    (choice,) = complete(client, [5, 6, 7], echo=True, logprobs=0, max_tokens=0).choices
+    assert [list(top) for top in choice.logprobs.top_logprobs[1:]] == [["_sa6"], ["_sa7"]]
 
 
 def test_several_prompts_get_the_choices_that_each_gets_alone(

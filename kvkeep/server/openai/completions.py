@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
@@ -27,6 +27,7 @@ from kvkeep.server.openai.completion_logprobs import (
 from kvkeep.server.schemas import CompletionParams
 from kvkeep.server.service import ContextDep
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
+from kvkeep.session.scoring import TokenScores
 
 router = body_router()
 _DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -125,7 +126,7 @@ class CompletionRequest(CompletionParams, OwnFields):
 
 
 @router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
-async def completions(body: CompletionRequest, context: ContextDep) -> Response | dict[str, Any]:
+async def completions(body: CompletionRequest, context: ContextDep) -> Response:
     """Continue prompts, each in `n` choices."""
     COMPLETION_RULES.check(body, context.notices)
     tokenizer, service = context.tokenizer, context.service
@@ -142,7 +143,8 @@ async def completions(body: CompletionRequest, context: ContextDep) -> Response 
     output = _CompletionOutput(body, prompts, tokenizer, fields)
     if body.stream:
         return sse_response(output.events(stream), stream.aclose)
-    return output.response(await context.collect(stream))
+    # In a thread: an echoed prompt may have the log probabilities of tens of thousands of tokens.
+    return await to_thread(output.response, await context.collect(stream))
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class _CompletionOutput:
     tokenizer: TextCodec
     fields: dict[str, Any]  # of every chunk
 
-    def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def response(self, results: Sequence[GenerationResult]) -> JSONResponse:
         """Return the whole response. results: of all prompts, in their order."""
         by_prompt = self._by_prompt(results)
         choices: list[dict[str, Any]] = []
@@ -166,7 +168,7 @@ class _CompletionOutput:
         usages = [result.finished.usage for result in results]
         counts = {"usage": usage.total_usage(by_prompt), **own_fields(*usages)}
         timings = usage.llamacpp_timings(usages[0])
-        return {**self.fields, "choices": choices, **counts, "timings": timings}
+        return JSONResponse({**self.fields, "choices": choices, **counts, "timings": timings})
 
     def _choice(
         self, index: int, prompt: EncodedPrompt, result: GenerationResult, first: GenerationResult
@@ -195,10 +197,8 @@ class _CompletionOutput:
             formatter, prompt = formatters[index], prompts[index // count]
             if index in not_echoed:
                 not_echoed.remove(index)
-                scores, logprobs = stream.results[index // count * count].prompt_scores, None
-                if body.logprobs is not None:
-                    logprobs = formatter.prompt_entry(prompt, scores)
-                yield self._event(_choice(index, prompt.text, logprobs=logprobs))
+                scores = stream.results[index // count * count].prompt_scores
+                yield await to_thread(self._echo_event, index, formatter, prompt, scores)
             if isinstance(event, Finished):
                 end_token = [event.end_token] if event.end_token else []
                 choice = _choice(index, event.text, event, formatter.entry(end_token))
@@ -210,6 +210,18 @@ class _CompletionOutput:
             total = usage.total_usage(self._by_prompt(stream.results))
             yield sse_event({**self.fields, "choices": [], "usage": total})
         yield DONE
+
+    def _echo_event(
+        self,
+        index: int,
+        formatter: CompletionLogprobs,
+        prompt: EncodedPrompt,
+        scores: Sequence[TokenScores],
+    ) -> bytes:
+        """Return the chunk that repeats a choice's prompt."""
+        has_logprobs = self.body.logprobs is not None
+        logprobs = formatter.prompt_entry(prompt, scores) if has_logprobs else None
+        return self._event(_choice(index, prompt.text, logprobs=logprobs))
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         return sse_event({**self.fields, "choices": [choice], **more})
