@@ -132,15 +132,18 @@ class ChatInput:
             compiler = self.context.service.compiler
             answer = await wrap_future(compiler.submit(compile_answer, *arguments))
         self.context.notices.warn(*answer.warnings)
-        return (
-            replace(self, schema_calls=answer.schema_calls),
-            [
+
+        def constrained() -> list[Sampling]:
+            return [
                 replace(
                     sampling, constraint=answer.constraint(model, self.prompt, reasoning_budget)
                 )
                 for sampling in samplings
-            ],
-        )
+            ]
+
+        # The first constraint that forbids calls searches the vocabulary.
+        result = await to_thread(constrained) if answer.forbids_calls else constrained()
+        return replace(self, schema_calls=answer.schema_calls), result
 
     @property
     def written_tokens(self) -> int:

@@ -69,6 +69,8 @@ def _endings(codec: TextCodec, tag: str) -> Mapping[int, Sequence[int]]:
     """
     result: dict[int, list[int]] = {length: [] for length in range(len(tag))}
     for text, token in codec.tokenizer.get_vocab(with_added_tokens=True).items():
+        if tag[-1] not in text:  # quick, and true of nearly all tokens
+            continue
         if tag in text:
             result[0].append(token)
         for length in range(1, len(tag)):

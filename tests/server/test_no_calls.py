@@ -1,7 +1,9 @@
 """With `tool_choice` "none" the prompt stays the same, and no call begins."""
 
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from kvkeep.chat.call_syntax import TAGGED
 from kvkeep.chat.output_format import OutputFormat, format_by_name
 from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server import no_calls
 from kvkeep.server.no_calls import CallsForbidden
 from tests.server.conftest import RunningServer
 
@@ -67,6 +71,64 @@ def test_another_choice_of_tools_has_the_same_prompt(
         again, reused = prompt_and_reused(server, path, body, choice)
         assert again == length
         assert reused >= length - 128
+
+
+def test_the_vocabulary_is_searched_outside_of_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_event_loop: list[bool] = []
+    endings = no_calls._endings
+
+    def searched(codec: TextCodec, tag: str) -> Mapping[int, Sequence[int]]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            in_event_loop.append(False)
+        else:
+            in_event_loop.append(True)
+        return endings(codec, tag)
+
+    monkeypatch.setattr(no_calls, "_endings", searched)
+    prompt_and_reused(server, "/v1/chat/completions", OPENAI, "none")
+    assert in_event_loop == [False]
+
+
+class CountedText(str):
+    """A text that counts its comparisons with the ends of a tag."""
+
+    count: ClassVar[int] = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        CountedText.count += 1
+        return super().startswith(*arguments)
+
+
+def test_the_tokens_that_complete_a_tag_are_found_among_those_with_its_last_character(
+    smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = {
+        **smollm2.text.tokenizer.get_vocab(with_added_tokens=True),
+        **{
+            text: 10**6 + n for n, text in enumerate([TAG, f"a{TAG}b", "ol_call> x", "_call>", ">"])
+        },
+    }
+    expected = {
+        length: [i for text, i in vocabulary.items() if text.startswith(TAG[length:])]
+        for length in range(1, len(TAG))
+    }
+    expected[0] = [i for text, i in vocabulary.items() if TAG in text]
+
+    class Vocabulary:
+        def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+            assert with_added_tokens
+            return {CountedText(text): i for text, i in vocabulary.items()}
+
+    class Codec:
+        tokenizer = Vocabulary()
+
+    monkeypatch.setattr(CountedText, "count", 0)
+    assert no_calls._endings(cast("TextCodec", Codec()), TAG) == expected
+    assert CountedText.count == sum(TAG[-1] in text for text in vocabulary) * (len(TAG) - 1)
 
 
 @st.composite
