@@ -193,7 +193,9 @@ class TextCodec:
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self.tokenizer)
+        # The same in all threads, as each has secret names of its own: since Python 3.12 two
+        # threads may be here at once.
+        return vars(self).setdefault("_control_tokens", ControlTokens(self.tokenizer))
 
 
 class PieceStream:

@@ -11,6 +11,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -58,7 +59,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._sealed_lock = tokenizer, Lock()
         self._texts = lru_cache(maxsize=8)(lambda source: TemplateTexts(source, self._seal))
         added = tokenizer.get_added_tokens_decoder().items()
         self._ids_by_text = {
@@ -87,7 +88,9 @@ class ControlTokens:
         text_count = len(self._text_pattern.findall(text)) if name_count else 0
         if control_count == name_count == text_count:
             return ids  # fast path: all control tokens are the template's
-        return _encode(self._sealed_tokenizer, sealed)
+        with self._sealed_lock:  # of two threads, one builds it
+            tokenizer = self._sealed_tokenizer
+        return _encode(tokenizer, sealed)
 
     def unsealed(self, sealed: str) -> ChatText:
         """Return the chat text of a sealed text."""
