@@ -36,7 +36,8 @@ class ChatChoice:
     uses_functions: bool = False
     tokens: list[GeneratedToken] = field(default_factory=list)
     _builder: OutputBuilder = field(default_factory=OutputBuilder)
-    _custom_texts: dict[int, str] = field(default_factory=dict)  # arguments of custom tools' calls
+    # The arguments of custom tools' calls, by the calls' indices.
+    _custom_texts: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -94,7 +95,7 @@ class ChatChoice:
         index = event.index
         if isinstance(event, CallStarted):
             if self.tools[event.name].kind == "custom":
-                self._custom_texts[index] = ""
+                self._custom_texts[index] = []
                 custom = {"name": event.name, "input": ""}
                 yield _call_delta(index, id=event.id, type="custom", custom=custom)
                 return
@@ -102,11 +103,11 @@ class ChatChoice:
             yield self._function_delta(index, function, id=event.id, type="function")
         elif isinstance(event, CallArguments):
             if index in self._custom_texts:
-                self._custom_texts[index] += event.delta
+                self._custom_texts[index].append(event.delta)
             else:
                 yield self._function_delta(index, {"arguments": event.delta})
         elif index in self._custom_texts:
-            text = generated_input(self._custom_texts[index], event.complete)
+            text = generated_input("".join(self._custom_texts[index]), event.complete)
             yield _call_delta(index, custom={"input": text})
 
     def _function_delta(

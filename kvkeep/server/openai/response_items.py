@@ -22,7 +22,7 @@ from kvkeep.chat.output import (
     TextDelta,
 )
 from kvkeep.engine import Finished
-from kvkeep.server.openai.custom_calls import generated_input
+from kvkeep.server.openai.custom_calls import CustomInput
 from kvkeep.server.openai.response_request import ResponsesRequest
 
 ItemEvent = tuple[str, dict[str, Any]]  # type and fields
@@ -51,11 +51,12 @@ class ResponseItems:
         self._tools, self._client_types = tools, client_types(request.tools)
         self._summarizes = request.summarizes_reasoning
         self._open_type = ""  # of the open item; "" if there is none
-        self._text = ""  # of the open message or reasoning, or the arguments of the open call
+        # Of the open message or reasoning, or the arguments of the open call; joined at its end.
+        self._texts: list[str] = []
         self._space = ""  # text that is left out unless more text follows
         self._space_logprobs: list[Any] = []  # of its tokens
         self._call = GeneratedCall("", "", "")  # the open one
-        self._sent_input = ""  # of the open custom call
+        self._input = CustomInput()  # of the open custom call
         self._logprobs: list[dict[str, Any]] = []  # of the open message
 
     def begin(self) -> Iterator[ItemEvent]:
@@ -74,7 +75,7 @@ class ResponseItems:
             case CallStarted():
                 yield from self._start_call(event)
             case CallArguments():
-                self._text += event.delta
+                self._texts.append(event.delta)
                 yield from self._argument_delta(event.delta)
             case CallEnded():
                 yield from self._end_call(event.complete)
@@ -108,7 +109,7 @@ class ResponseItems:
         yield from self._text_delta(text, logprobs)
 
     def _text_delta(self, text: str, logprobs: Sequence[Any]) -> Iterator[ItemEvent]:
-        self._text += text
+        self._texts.append(text)
         self._logprobs += logprobs
         yield self._event("output_text.delta", content_index=0, delta=text, logprobs=[*logprobs])
 
@@ -116,7 +117,7 @@ class ResponseItems:
         if self._open_type != "reasoning":
             yield from self._close()
             yield from self._open("reasoning", self._reasoning_item(""))
-        self._text += text
+        self._texts.append(text)
         name, index = self._reasoning_names()
         yield self._event(f"{name}.delta", **index, delta=text)
 
@@ -136,7 +137,8 @@ class ResponseItems:
 
     def _start_call(self, event: CallStarted) -> Iterator[ItemEvent]:
         yield from self._close()
-        self._call, self._text, self._sent_input = GeneratedCall(event.id, event.name, ""), "", ""
+        self._call = GeneratedCall(event.id, event.name, "")
+        self._texts, self._input = [], CustomInput()
         item = self._format_call()
         self._open_type = item["type"]
         if self._open_type in _ARGUMENT_FIELDS:
@@ -148,20 +150,13 @@ class ResponseItems:
 
     def _argument_delta(self, delta: str) -> Iterator[ItemEvent]:
         if self._open_type == "custom_tool_call":
-            delta = self._input_delta(generated_input(self._text, complete=False))
+            delta = self._input.push(delta)
         if delta and self._open_type in _ARGUMENT_EVENTS:
             yield self._event(f"{_ARGUMENT_EVENTS[self._open_type]}.delta", delta=delta)
 
-    def _input_delta(self, text: str) -> str:
-        """Return what a custom tool's input has in addition to what was sent."""
-        if not text.startswith(self._sent_input):
-            return ""
-        delta = text[len(self._sent_input) :]
-        self._sent_input = text
-        return delta
-
     def _end_call(self, complete: bool) -> Iterator[ItemEvent]:
-        self._call = GeneratedCall(self._call.id, self._call.name, self._text, complete)
+        arguments = "".join(self._texts)
+        self._call = GeneratedCall(self._call.id, self._call.name, arguments, complete)
         item, item_type = self._format_call(), self._open_type
         if item_type not in _ARGUMENT_FIELDS:
             yield self._add(item)
@@ -170,8 +165,8 @@ class ResponseItems:
             self.items[-1] = item
             field, event = _ARGUMENT_FIELDS[item_type], _ARGUMENT_EVENTS[item_type]
             if item_type == "custom_tool_call" and not complete:
-                item["input"] = self._sent_input
-            if item_type == "custom_tool_call" and (delta := self._input_delta(item["input"])):
+                item["input"] = self._input.text
+            if item_type == "custom_tool_call" and (delta := self._input.extend(item["input"])):
                 yield self._event(f"{event}.delta", delta=delta)
             yield self._event(f"{event}.done", name=item["name"], **{field: item[field]})
         self._open_type = ""
@@ -180,7 +175,7 @@ class ResponseItems:
     # The open item
 
     def _open(self, item_type: str, item: dict[str, Any]) -> Iterator[ItemEvent]:
-        self._open_type, self._text, self._logprobs = item_type, "", []
+        self._open_type, self._texts, self._logprobs = item_type, [], []
         empty_lists: dict[str, Any] = {
             field: [] for field in ("content", "summary") if field in item
         }
@@ -201,17 +196,18 @@ class ResponseItems:
     def _close(self, status: str = "completed") -> Iterator[ItemEvent]:
         """End the open message or reasoning."""
         self._space, self._space_logprobs = "", []
+        text = "".join(self._texts)
         if self._open_type == "message":
-            item = output_message(self._text)
+            item = output_message(text)
             (part,) = item["content"]
             part["logprobs"] = self._logprobs
-            fields = {"text": self._text, "logprobs": self._logprobs}
+            fields = {"text": text, "logprobs": self._logprobs}
             yield self._event("output_text.done", content_index=0, **fields)
             yield self._event("content_part.done", content_index=0, part=part)
         elif self._open_type == "reasoning":
-            item = self._reasoning_item(self._text)
+            item = self._reasoning_item(text)
             name, index = self._reasoning_names()
-            yield self._event(f"{name}.done", **index, text=self._text)
+            yield self._event(f"{name}.done", **index, text=text)
             part = (item["summary"] or item["content"])[0]
             part_event = "reasoning_summary_part" if self._summarizes else "content_part"
             yield self._event(f"{part_event}.done", **index, part=part)
