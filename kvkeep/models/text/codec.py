@@ -195,7 +195,8 @@ class TextCodec:
     def _control_tokens(self) -> ControlTokens:
         # The same in all threads, as each has secret names of its own: since Python 3.12 two
         # threads may be here at once.
-        return vars(self).setdefault("_control_tokens", ControlTokens(self.tokenizer))
+        shared: dict[str, ControlTokens] = vars(self)
+        return shared.setdefault("_control_tokens", ControlTokens(self.tokenizer))
 
 
 class PieceStream:
