@@ -69,6 +69,13 @@ def test_responses_that_continue_another_leave_it_unchanged(client: openai.OpenA
     assert third.previous_response_id == after.id
 
 
+def test_metadata_come_back_with_any_key(client: openai.OpenAI) -> None:
+    metadata = {"_sa_instance_state": "1", "_sa": "2", "a": "3"}
+    created = create(client, metadata=metadata)
+    assert created.metadata == metadata
+    assert client.responses.retrieve(created.id).metadata == metadata
+
+
 def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
     expected = create(client)
     events = list(create(client, stream=True))
