@@ -25,6 +25,7 @@ _SAME = 8  # the most answers that say the same
 # Tokens of four bytes that an answer takes beside its own, and each id of its calls.
 _ENTRY_COST, _CALL_COST = 184, 34
 _OPENING_TOKENS = 64  # more than white space and a marker of reasoning have
+_BEGINNING_TOKENS = 64  # more than most calls of one tool have in common
 _RANDOM_ID = 9  # characters of an id that no other call has
 _MAX_NOTED = 1000  # answers in the notes of one text, the last used ones
 _DIGEST_BYTES = 16
@@ -142,13 +143,10 @@ class WrittenAnswers:
                 for answer in reversed(answers)
                 if of == owner
             ]
-        beginnings = {tuple(answer.ids[:2]) for _, answer in newest_first}
-        if not beginnings:
+        if not newest_first:
             return []
-        ids, places = array("i", tokens), defaultdict[tuple[int, ...], list[int]](list)
-        for start, pair in enumerate(pairwise(ids)):
-            if pair in beginnings:
-                places[pair].append(start)
+        ids = array("i", tokens)
+        places = _starts_of_beginnings(ids, [answer.ids for _, answer in newest_first])
         # A single token is almost anywhere: it counts where the text before it is the prompt.
         singles = {
             (answer.ids[0], answer.prompt) for _, answer in newest_first if len(answer.ids) == 1
@@ -156,7 +154,7 @@ class WrittenAnswers:
         starts_of_singles = _starts_of_singles(ids, singles)
         notes = list[dict[str, Any]]()
         for digest, answer in newest_first:
-            length, starts = len(answer.ids), places.get(tuple(answer.ids[:2]), ())
+            length, starts = len(answer.ids), places.get(_beginning(answer.ids), ())
             if length == 1:
                 starts = starts_of_singles.get((answer.ids[0], answer.prompt), ())
             for start in starts:
@@ -194,6 +192,26 @@ class WrittenAnswers:
         result = self._answers.pop(key, ())
         self.tokens -= sum(answer.cost for answer in result)
         return result
+
+
+def _beginning(ids: "array[int]") -> bytes:
+    return ids[:_BEGINNING_TOKENS].tobytes()
+
+
+def _starts_of_beginnings(
+    ids: "array[int]", answers: Sequence["array[int]"]
+) -> dict[bytes, list[int]]:
+    """Return the places of the beginnings of answers, of those with two tokens or more."""
+    lengths = defaultdict[tuple[int, ...], set[int]](set)  # of beginnings, by their first two ids
+    for answer in answers:
+        lengths[tuple(answer[:2])].add(min(len(answer), _BEGINNING_TOKENS))
+    beginnings, result = set(map(_beginning, answers)), defaultdict[bytes, list[int]](list)
+    for start, pair in enumerate(pairwise(ids)):
+        for length in lengths.get(pair, ()):
+            beginning = ids[start : start + length].tobytes()
+            if beginning in beginnings:
+                result[beginning].append(start)
+    return result
 
 
 def _starts_of_singles(

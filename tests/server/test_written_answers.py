@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import time
 from array import array
@@ -356,6 +357,61 @@ def test_an_answer_of_one_token_in_a_saved_text_is_the_one_behind_its_prompt() -
     again = WrittenAnswers()
     again.add_noted("0", text, notes)
     assert again.find("0", message) == written.find("0", message)
+
+
+def slow_notes(written: WrittenAnswers, text: list[int]) -> list[tuple[str, int, int]]:
+    """Return what each note says of the answers of several tokens, compared at each place."""
+    notes = list[tuple[str, int, int]]()
+    for owner, digest, answer in written.entries():
+        length = len(answer.ids)
+        for start in range(len(text) - length + 1) if owner == "0" and length > 1 else ():
+            if text[start : start + length] == list(answer.ids):
+                notes.append((digest.hex(), start, length))
+                break
+    return notes
+
+
+def test_the_notes_of_a_text_are_those_of_a_comparison_at_each_place() -> None:
+    rng = random.Random(0)
+    common = [rng.randrange(3) for _ in range(140)]
+    for _ in range(60):
+        written, text = WrittenAnswers(), list[int]()
+        for number in range(30):
+            ids = common[: rng.choice((0, 1, 2, 20, 62, 63, 64, 65, 66, 130))]
+            ids += [rng.randrange(3) for _ in range(rng.choice((0, 1, 2, 3, 70)))]
+            if len(ids) > 1:
+                answer = WrittenAnswer(array("i", ids), b"prompt")
+                written.restore(rng.choice("0001"), (number // 2).to_bytes(2, "big"), answer)
+                text += [rng.randrange(4) for _ in range(rng.randrange(3))]
+                text += ids[: rng.choice((2, 63, 64, 200, 200))]
+        notes = [(n["says"], n["start"], n["tokens"]) for n in written.notes_of("0", text)]
+        assert notes == slow_notes(written, text)
+
+
+class CountedIds(array):  # type: ignore[type-arg]
+    """Token ids that count their comparisons."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedIds.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_notes_compare_each_answer_with_few_places_of_the_same_opening(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All calls of one tool begin with the same tokens."""
+    monkeypatch.setattr(CountedIds, "comparisons", 0)
+    written, text = WrittenAnswers(), list[int]()
+    for number in range(100):
+        ids = [*range(40), 100 + number, *range(60)]
+        written.restore("0", bytes([number]), WrittenAnswer(CountedIds("i", ids), b"prompt"))
+        text += ids
+    assert len(written.notes_of("0", text)) == 100
+    assert CountedIds.comparisons <= 100
 
 
 def test_the_default_model_reuses_its_own_answers(smollm2: Model, tmp_path: Path) -> None:
