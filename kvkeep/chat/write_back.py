@@ -6,9 +6,11 @@ is rendered where the template does not write what the prompt of the answer had 
 """
 
 import itertools
+import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -32,6 +34,7 @@ from kvkeep.models.text.control_tokens import ChatText
 
 # Random letters: no message has them, and no template changes them.
 _MARK = "".join(secrets.choice(string.ascii_lowercase) for _ in range(16))
+_MARK_PATTERN = re.compile(f"{_MARK}[a-j]{{6,}}(?:first|last)")  # see `_marks`
 _CHANNEL_TURNS = ("<|start|>", "<|end|>", "<|call|>", "<|return|>")  # between messages in channels
 _MAX_RENDERINGS = 4
 PROBE_TOOL = Tool("kvkeeptool", "probe")
@@ -125,7 +128,7 @@ class AnswerWriter:
         marked = _marked(Message("assistant", (call,)), False, 1)
         result = Message("tool", (ToolResult(call.id, (TextPart("-"),)),))
         sealed = self.render((question, marked, result, answer), prompt=False).sealed
-        region = self._region(sealed, 1, False, 0)
+        region = self._region(sealed, _unique_marks(sealed), 1, False, 0)
         if region is None:
             return None
         text = str(self.codec.unsealed(sealed[slice(*region)]))
@@ -169,20 +172,23 @@ class AnswerWriter:
     ) -> dict[int, tuple[int, int]]:
         """Return start and end of the answers in a marked history, by message."""
         regions, end = dict[int, tuple[int, int]](), 0
+        unique_marks = _unique_marks(sealed)
         for index, answers in sorted(candidates.items()):
             text_first = not answers[0].has_reasoning and bool(messages[index].text.strip())
-            region = self._region(sealed, index, text_first, end)
+            region = self._region(sealed, unique_marks, index, text_first, end)
             if region is not None:
                 regions[index], end = region, region[1]
         return regions
 
     def _region(
-        self, sealed: str, index: int, text_first: bool, after: int
+        self, sealed: str, unique_marks: Set[str], index: int, text_first: bool, after: int
     ) -> tuple[int, int] | None:
         first, last = _marks(index)
+        if not {first, last} <= unique_marks:
+            return None
         first_at = sealed.find(first, after)
         last_at = sealed.find(last, first_at)
-        if min(first_at, last_at) < 0 or sealed.count(first) != 1 or sealed.count(last) != 1:
+        if min(first_at, last_at) < 0:
             return None
         if not self.output_format.channels and any(self._delimiters(sealed, first_at, last_at)):
             return None  # the template divides the answer
@@ -252,6 +258,12 @@ def _chosen(
 def _marks(index: int) -> tuple[str, str]:
     number = "".join(chr(ord("a") + int(digit)) for digit in f"{index:06}")
     return f"{_MARK}{number}first", f"{_MARK}{number}last"
+
+
+def _unique_marks(sealed: str) -> Set[str]:
+    """Return the marks that a rendering has once."""
+    counts = Counter(_MARK_PATTERN.findall(sealed))
+    return {mark for mark, count in counts.items() if count == 1}
 
 
 def _marked(message: Message, has_reasoning: bool, index: int) -> Message:

@@ -4,6 +4,7 @@ import json
 import secrets
 import tracemalloc
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.chat.write_back import AnswerWriter, _marks
 from kvkeep.chat.written import WrittenAnswer, WrittenAnswers, written_answer
+from kvkeep.models.text.control_tokens import ChatText
 from tests.chat.chats import ARGUMENTS
 from tests.chat.templates import ALL_TEMPLATES, OWN_CONTROLS, write_codec
 from tests.examples import examples
@@ -216,6 +219,59 @@ def test_reasoning_is_that_of_the_same_answer(renderers: dict[str, ChatRenderer]
     ]
     conversation.messages = tuple(anonymous)
     assert conversation.prompt().written_back == 0
+
+
+class CountedText(str):
+    """A text that counts the characters that searches went through."""
+
+    searched = 0
+
+    def find(self, text: str, start: int = 0, *_: Any) -> int:  # type: ignore[override]
+        place = super().find(text, start)
+        CountedText.searched += (place if place >= 0 else len(self)) - start
+        return place
+
+    def count(self, text: str, *_: Any) -> int:  # type: ignore[override]
+        CountedText.searched += len(self)
+        return super().count(text)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_answers_are_found_once_through_a_long_history(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch, is_before: bool
+) -> None:
+    """An answer that a template writes at two places, before or after others, stays as it is."""
+    monkeypatch.setattr(CountedText, "searched", 0)
+    for number in range(40):
+        conversation.ask(f"question {number:02}")
+        conversation.generate(f" answer {number:02}\n")
+    codec, output_format = conversation.renderer._codec, conversation.renderer.output_format
+    lengths, other_place = list[int](), "question 00" if is_before else "question 39"
+
+    def render(messages: Sequence[Message], prompt: bool | None = None) -> ChatText:
+        options = RenderOptions(continue_final=False, generation_prompt=bool(prompt))
+        text = conversation.renderer.render(Chat(normalized(messages), TOOLS), options).text
+        sealed = text.sealed
+        if (mark := _marks(41)[0]) in sealed:  # of the answer in the middle
+            sealed = sealed.replace(other_place, mark)
+        lengths.append(len(sealed))
+        return ChatText(str(text), CountedText(sealed))
+
+    plain = render(conversation.messages)
+    found = {
+        index: conversation.written.find(OWNER, message)
+        for index, message in enumerate(conversation.messages)
+        if message.role == "assistant"
+    }
+    CountedText.searched = 0
+    writer = AnswerWriter(codec, output_format, render)
+    history = writer.write_back(conversation.messages, found, plain)
+    assert history is not None
+    assert history.count == 39
+    text = codec.decode(history.ids)
+    for number in range(40):
+        assert (f" answer {number:02}\n<|stop|>" in text) == (number != 20)
+    assert CountedText.searched < 2 * sum(lengths)
 
 
 def test_an_answer_that_the_client_continues_is_its_own(conversation: Conversation) -> None:
