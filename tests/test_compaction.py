@@ -1,6 +1,9 @@
 """Session.compact: what is removed and compressed, what stays, and forks, files and refusals."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +12,10 @@ from session_state import same, whole_state
 from small_models import small_model
 
 from kvkeep import InvalidArgument, Model, Session, Snapshot
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.session.compaction import COMPACTION_STEPS
 from kvkeep.session.message_spans import reasoning_range, spans_of_kind
+from kvkeep.session.streaming import TextStream
 from tests.examples import examples
 
 MODEL = small_model()
@@ -229,6 +234,59 @@ def test_the_reasoning_of_an_answer_is_found_without_its_markers(smollm2: Model)
     start, end = reasoning_range(text, smollm2.renderer, ids) or (0, 0)
     assert text.decode(ids[start:end]).strip() == "First I add the two numbers."
     assert reasoning_range(text, smollm2.renderer, text.encode("No reasoning.")) is None
+
+
+def reasoning_read_by_token(model: Model, ids: list[int]) -> tuple[int, int] | None:
+    """Return the range of an answer's reasoning, from the text and the events of each token."""
+    reader, stream = model.renderer.new_reader(), TextStream(model.text, ())
+    ends, text = list[int](), ""
+    for token in ids:
+        reader.push(pieces := stream.push_pieces(token))
+        text += "".join(piece for piece in pieces if isinstance(piece, str))
+        ends.append(len(text))
+    reader.finish()
+    reasoning = reader.output.reasoning.strip()
+    if not reasoning or reasoning not in text:
+        return None
+    start = text.index(reasoning)
+    inside = [
+        index
+        for index, (first, last) in enumerate(pairwise([0, *ends]))
+        if start <= first < last <= start + len(reasoning)
+    ]
+    return (inside[0], inside[-1] + 1) if inside else None
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["<think>", "</think>", "\n", " ", "I add", "two", "é😀", "<tool_call>", "<|im_end|>"]
+        ),
+        max_size=12,
+    )
+)
+def test_reasoning_is_where_it_is_read_token_by_token(smollm2: Model, texts: list[str]) -> None:
+    ids = smollm2.text.encode("".join(texts), special=True)
+    expected = reasoning_read_by_token(smollm2, ids)
+    if "</think>" not in smollm2.text.decode(ids):
+        expected = None
+    assert reasoning_range(smollm2.text, smollm2.renderer, ids) == expected
+
+
+def test_reasoning_of_many_tokens_is_read_in_one_step(
+    smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed, push = list[int](), OutputReader.push
+
+    def counted_push(reader: OutputReader, pieces: Sequence[str | int]) -> Any:
+        pushed.append(len(pieces))
+        return push(reader, pieces)
+
+    monkeypatch.setattr(OutputReader, "push", counted_push)
+    ids = smollm2.text.encode("<think>\n" + "I add two numbers. " * 50 + "</think>12.")
+    assert reasoning_range(smollm2.text, smollm2.renderer, ids)
+    assert len(pushed) == 1
 
 
 def test_names_of_spans_say_their_kind() -> None:

@@ -39,11 +39,12 @@ class Scanner:
         self.closed = False  # no more text will come
 
     def append(self, pieces: Sequence[str | int]) -> None:
-        for piece in pieces:
-            if isinstance(piece, str):
-                self.rest += _SURROGATES.sub("\ufffd", piece)
-            else:
-                self.rest += self._codes.get(self._control_text(piece), "")
+        self.rest += "".join(
+            _SURROGATES.sub("\ufffd", piece)
+            if isinstance(piece, str)
+            else self._codes.get(self._control_text(piece), "")
+            for piece in pieces
+        )
 
     def advance(self, length: int) -> str:
         """Read this many characters, and return them."""
