@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 from interrupts import interrupted_from, lines_of
 
+from kvkeep.chat.written import tokens_digest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.conversation import Conversation
+from kvkeep.session.core import StateChange
+from kvkeep.session.message_alignment import ChatParts, _answers
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.turn_template import TurnTemplate
 
 SYSTEM = "You know some facts. " + "".join(f"{n} plus 1 is {n + 1}. " for n in range(60))
 GREEDY = Sampling()
@@ -143,3 +148,75 @@ def test_an_interrupted_alignment_is_done_or_undone(chat: Conversation) -> None:
         assert changed.last_turn == max(changed.turns)
         seen.add(outcome)
     assert seen == set(outcomes)
+
+
+def chat_of(model: Model, turns: int) -> tuple[Conversation, list[dict[str, str]]]:
+    """Return a conversation that is aligned with messages, and these messages."""
+    chat, messages = model.chat(policy="full", max_kv_size=2048), list[dict[str, str]]()
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"What is {turn} plus 1?"})
+        messages.append({"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{turn + 1}."})
+    chat.align(messages)
+    return chat, messages
+
+
+def test_turns_are_named_in_one_change_with_one_rendering_each(
+    smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, (few, few_messages) = dict[str, int](), chat_of(smollm2, 3)
+    many, many_messages = chat_of(smollm2, 9)
+
+    def count_calls(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count_calls(StateChange, "commit")
+    count_calls(TextCodec, "chat")
+    few.align(few_messages)
+    of_few, spans = dict(counts), list(many.session.span_ranges.items())
+    counts.clear()
+    many.align(many_messages)
+    assert counts["commit"] == of_few["commit"]
+    assert counts["chat"] - of_few["chat"] == 9 - 3
+    assert list(many.session.span_ranges.items()) == spans
+
+
+def test_answers_of_a_session_have_the_digests_of_their_prompts(smollm2: Model) -> None:
+    chat, _ = chat_of(smollm2, 4)
+    session, spans = chat.session, dict(chat.session.span_ranges)
+    for name in ("turn 3 answer", "turn 1 answer"):  # names in another order than the text
+        session.core.set_span(name, None)
+        session.name(name, *spans[name])
+    session.name("turn 9 answer", *spans["turn 2 answer"])
+    answers = _answers(ChatParts(session, session.core.model.text, chat.template, chat.system))
+    tokens, found = list(session.tokens), list[bytes]()
+    for _, _, answer in answers.entries():
+        ranges = [spans[f"turn {turn} answer"] for turn in (1, 2, 3, 4)]
+        (start,) = [start for start, end in ranges if tokens[start:end] == list(answer.ids)]
+        assert answer.prompt == tokens_digest(tokens[:start])
+        found.append(answer.prompt)
+    assert len(set(found)) == 4
+
+
+def test_a_failed_search_for_turns_leaves_the_names_found_before(
+    smollm2: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, messages = chat_of(smollm2, 3)
+    spans = dict(chat.session.span_ranges)
+    encode_later_turn = TurnTemplate.encode_later_turn
+
+    def failing(template: TurnTemplate, question: str) -> Any:
+        if question == messages[4]["content"]:
+            raise InvalidArgument("no third turn")
+        return encode_later_turn(template, question)
+
+    monkeypatch.setattr(TurnTemplate, "encode_later_turn", failing)
+    with pytest.raises(InvalidArgument, match="no third turn"):
+        chat.align(messages)
+    names = {"system", "opening", "turn 1 question", "turn 2 question"} & set(spans)
+    assert chat.session.span_ranges == {name: spans[name] for name in names}

@@ -10,7 +10,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -174,12 +174,10 @@ class WrittenAnswers:
             noted = sorted((_from_note(note, tokens) for note in notes), key=lambda each: each[0])
         except (TypeError, ValueError, LookupError):  # not from `notes_of`
             return
-        prefix, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
-        for start, digest, answer in noted:
-            prefix.update(array("i", tokens[end:start]).tobytes())
-            end = start
+        prompts = prefix_digests(tokens, (start for start, _, _ in noted))
+        for (_, digest, answer), prompt in zip(noted, prompts, strict=True):
             with self._lock:
-                self._add((owner, digest), replace(answer, prompt=prefix.digest()))
+                self._add((owner, digest), replace(answer, prompt=prompt))
 
     def _add(self, key: tuple[str, bytes], answer: WrittenAnswer) -> None:
         others = tuple(o for o in self._pop(key) if (o.ids, o.prompt) != _identity(answer))
@@ -218,15 +216,11 @@ def _starts_of_singles(
     ids: "array[int]", singles: Set[tuple[int, bytes]]
 ) -> dict[tuple[int, bytes], list[int]]:
     """Return the places of answers of one token. singles: token, and digest of the prompt."""
-    tokens, result = {token for token, _ in singles}, dict[tuple[int, bytes], list[int]]()
-    prefix, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
-    for start, token in enumerate(ids if tokens else ()):
-        if token in tokens:
-            prefix.update(ids[end:start].tobytes())
-            end = start
-            if (place := (token, prefix.digest())) in singles:
-                result[place] = [start]
-    return result
+    tokens = {token for token, _ in singles}
+    starts = [start for start, token in enumerate(ids if tokens else ()) if token in tokens]
+    prompts = zip(starts, prefix_digests(ids, starts), strict=True)
+    places = ((start, (ids[start], prompt)) for start, prompt in prompts)
+    return {place: [start] for start, place in places if place in singles}
 
 
 def _identity(answer: WrittenAnswer) -> "tuple[array[int], bytes]":
@@ -284,6 +278,15 @@ def written_answer(
 def tokens_digest(ids: Sequence[int]) -> bytes:
     """Return a digest of token ids."""
     return _digest(array("i", ids).tobytes())
+
+
+def prefix_digests(ids: Sequence[int], lengths: Iterable[int]) -> Iterator[bytes]:
+    """Yield the `tokens_digest` of the first tokens, for several counts of them in order."""
+    digest, end = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    for length in lengths:
+        digest.update(array("i", ids[end:length]).tobytes())
+        end = length
+        yield digest.digest()
 
 
 def reasoning_digest(message: Message) -> bytes:

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -114,9 +114,16 @@ class SessionCore:
 
     def set_span(self, name: str, token_range: TokenRange | None) -> None:
         """Name a range of tokens; None removes the name."""
+        if token_range is None:
+            self.set_spans({}, removed=[name])
+        else:
+            self.set_spans({name: token_range})
+
+    def set_spans(self, spans: Mapping[str, TokenRange], removed: Collection[str] = ()) -> None:
+        """Name several ranges of tokens at once. removed: names to remove first."""
         with session_transaction([self]) as (state,):
-            other_spans = {other: span for other, span in state.spans.items() if other != name}
-            state.spans = other_spans if token_range is None else {**state.spans, name: token_range}
+            others = {name: span for name, span in state.spans.items() if name not in removed}
+            state.spans = {**others, **spans}
 
     def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         """Return the ids of text, or validated ids. special: whether to parse special tokens."""

@@ -5,16 +5,16 @@ tokens that the session has of it, however the client wrote it. The rest is comp
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvkeep import validation
 from kvkeep.chat.messages import Chat, Message
 from kvkeep.chat.openai_chat import parse_messages
 from kvkeep.chat.renderer import RenderOptions
-from kvkeep.chat.written import WrittenAnswers, written_answer
+from kvkeep.chat.written import WrittenAnswers, prefix_digests, written_answer
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.session.aligning import align
 from kvkeep.session.message_spans import reasoning_range
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.alignment import AlignmentOptions, AlignmentReport
     from kvkeep.session.session import Session
+    from kvkeep.session.spans import TokenRange
     from kvkeep.session.turn_template import TurnTemplate
 
 _OWNER = ""  # of answers, which are those of one session
 _ANSWER = re.compile(r"turn \d+ answer")
+_SYSTEM_NAMES = ("opening", "system", "system text")
+_NamedRange: TypeAlias = tuple[str, int, int]
 
 
 @dataclass
@@ -82,31 +85,44 @@ def _answers(chat: ChatParts) -> WrittenAnswers:
 
     answers, renderer = WrittenAnswers(), chat.session.core.model.renderer
     tokens, spans = chat.session.tokens, chat.session.span_ranges
-    for start, end in (spans[name] for name in spans if _ANSWER.fullmatch(name)):
-        ids, reader = list(tokens[start:end]), renderer.new_reader()
+    ranges = [spans[name] for name in spans if _ANSWER.fullmatch(name)]
+    starts = sorted({start for start, _ in ranges})
+    prompts = dict(zip(starts, prefix_digests(tokens, starts), strict=True))
+    for start, end in ranges:
+        ids, reader = tokens[start:end], renderer.new_reader()
         stream = TextStream(chat.codec, ())
-        for token in ids:
-            reader.push(stream.push_pieces(token))
-        reader.push([stream.flush()])
+        pieces = [piece for token in ids for piece in stream.push_pieces(token)]
+        reader.push([*pieces, stream.flush()])
         reader.finish()
         answer = written_answer(
-            *(reader.output, ids, renderer.output_format, chat.codec, tokens[:start]),
+            *(reader.output, ids, renderer.output_format, chat.codec, ()),
             starts_in_reasoning=renderer.starts_in_reasoning,
         )
         if answer is not None:
+            answer = replace(answer, prompt=prompts[start])
             answers.add(_OWNER, reader.output.message(), answer)
     return answers
 
 
 def _name_turns(chat: ChatParts, messages: Sequence[Message]) -> None:
     """Name the turns in the session's text, as far as they are found there."""
-    session, tokens = chat.session, list(chat.session.tokens)
-    for name in list(session.span_ranges):
-        if name in ("opening", "system", "system text") or name.startswith("turn "):
-            session.core.set_span(name, None)
+    core = chat.session.core
+    spans = chat.session.span_ranges
+    old_names = [name for name in spans if name in _SYSTEM_NAMES or name.startswith("turn ")]
+    names: dict[str, TokenRange] = {}
+    try:
+        for name, start, end in _turn_names(chat, messages):
+            names[name] = core.token_range(start, end)
+    finally:
+        core.set_spans(names, removed=set(old_names))
+
+
+def _turn_names(chat: ChatParts, messages: Sequence[Message]) -> Iterator[_NamedRange]:
+    """Yield the names of the parts of turns, and their ranges."""
+    tokens = list(chat.session.tokens)
     questions = [at for at, message in enumerate(messages) if message.role == "user"]
     if not questions:
-        _name_only_system(chat)
+        yield from _system_only_name(chat)
         return
     starts, ends = list[int](), list[int]()  # of prompts, each from its turn's first token
     for number, at in enumerate(questions, 1):
@@ -118,7 +134,7 @@ def _name_turns(chat: ChatParts, messages: Sequence[Message]) -> None:
                 return
             start = len(first_ids) - len(ids)
             start = start if first_ids[max(0, start) :] == ids else 0
-            _name_system(chat, ranges, start)
+            yield from _system_names(chat, ranges, start)
             ids, offset = first_ids[start:], 0
         else:
             start = offset = _find(tokens, ids, end)
@@ -128,43 +144,44 @@ def _name_turns(chat: ChatParts, messages: Sequence[Message]) -> None:
         ends.append(start + len(ids))
         question_start, question_end = ranges[-2]
         if question_start < question_end:
-            name = f"turn {number} question"
-            session.name(name, offset + question_start, offset + question_end)
+            yield f"turn {number} question", offset + question_start, offset + question_end
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(tokens)], strict=True), 1):
-        session.name(f"turn {number}", start, end)
+        yield f"turn {number}", start, end
         at = questions[number - 1] + 1
         later = questions[number] if number < len(questions) else len(messages)
         if [message.role for message in messages[at:later]] == ["assistant"]:
-            _name_answer(chat, number, ends[number - 1], end)
+            yield from _answer_names(chat, number, ends[number - 1], end)
 
 
-def _name_system(chat: ChatParts, ranges: Sequence[tuple[int, int]], end: int) -> None:
-    """Name the tokens before the first turn. ranges: of the pieces of the first turn."""
+def _system_names(
+    chat: ChatParts, ranges: "Sequence[TokenRange]", end: int
+) -> Iterator[_NamedRange]:
+    """Yield names of the tokens before the first turn. ranges: of the first turn's pieces."""
     if end:
-        chat.session.name("opening" if chat.system is None else "system", 0, end)
+        yield "opening" if chat.system is None else "system", 0, end
     if chat.system is not None and ranges[1][0] < ranges[1][1]:
-        chat.session.name("system text", *ranges[1])
+        yield "system text", *ranges[1]
 
 
-def _name_only_system(chat: ChatParts) -> None:
-    """Name the system prompt if the session has nothing else, so that turns follow it."""
+def _system_only_name(chat: ChatParts) -> Iterator[_NamedRange]:
+    """Yield the system prompt's name if the session has nothing else, so that turns follow it."""
     if chat.system is not None:
         end = count_system_tokens(chat.codec, chat.system)
         if end == len(chat.session.tokens):
-            chat.session.name("system", 0, end)
+            yield "system", 0, end
 
 
-def _name_answer(chat: ChatParts, turn: int, start: int, end: int) -> None:
-    """Name a turn's answer in a range that ends with the template's text after it."""
+def _answer_names(chat: ChatParts, turn: int, start: int, end: int) -> Iterator[_NamedRange]:
+    """Yield names of an answer in a range that ends with the template's text after it."""
     closing, tokens = chat.codec.encode_sealed(chat.template.answer_end), chat.session.tokens
     if closing and tokens[end - len(closing) : end] == closing:
         end -= len(closing)
     if start >= end:
         return
-    chat.session.name(f"turn {turn} answer", start, end)
+    yield f"turn {turn} answer", start, end
     renderer = chat.session.core.model.renderer
     if found := reasoning_range(chat.codec, renderer, tokens[start:end]):
-        chat.session.name(f"turn {turn} reasoning", start + found[0], start + found[1])
+        yield f"turn {turn} reasoning", start + found[0], start + found[1]
 
 
 def _find(tokens: Sequence[int], ids: Sequence[int], start: int) -> int:

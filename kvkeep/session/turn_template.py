@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.session.spans import TokenRange
 
 _ANSWER_PLACEHOLDER = placeholder_for()  # stands for any answer
+_QUESTION_PLACEHOLDER = placeholder_for("")  # of all questions that do not contain it
 _ANSWERED_TURN = (("user", "-"), ("assistant", _ANSWER_PLACEHOLDER))
 
 
@@ -48,9 +49,13 @@ class TurnTemplate:
     def later_turn_pieces(self, question: str) -> tuple[str, str, str]:
         """Return a later turn up to where its answer begins: before, of and after the question."""
         placeholder, skipped_length = placeholder_for(question), len(self.answer_end)
-        rendered = self._render_after_answer(question)[skipped_length:]
-        with_placeholder = self._render_after_answer(placeholder)[skipped_length:]
-        return split_at_text(rendered, with_placeholder, placeholder)
+        rendered = self._render_after_answer(question)
+        with_placeholder = self._placeholder_turn
+        if placeholder != _QUESTION_PLACEHOLDER:
+            with_placeholder = self._render_after_answer(placeholder)
+        return split_at_text(
+            rendered[skipped_length:], with_placeholder[skipped_length:], placeholder
+        )
 
     def first_turn_pieces(self, system: str | None, question: str) -> list[str]:
         """Return the first turn and everything before it, in pieces.
@@ -73,6 +78,11 @@ class TurnTemplate:
         if not system_text or between_length < 0:
             return ["", "", before_question, text, after_question]
         return [before_system, system_text, rest[:between_length], text, after_question]
+
+    @cached_property
+    def _placeholder_turn(self) -> str:
+        """What the template writes after an answer, with the placeholder of most questions."""
+        return self._render_after_answer(_QUESTION_PLACEHOLDER)
 
     def _render_after_answer(self, question: str) -> str:
         """Return what the template writes after an answer, up to the next question's answer."""
