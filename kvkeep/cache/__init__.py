@@ -2,7 +2,7 @@
 
 from kvkeep.cache.attention import AttentionConfig, softcapped
 from kvkeep.cache.block import NO_TOKEN, Block, Cells
-from kvkeep.cache.cache import KVCache
+from kvkeep.cache.cache import KVCache, are_in
 from kvkeep.cache.layout import BITS, Bits, Layout
 from kvkeep.cache.observer import Queries
 from kvkeep.cache.ragged import RaggedCells
@@ -31,6 +31,7 @@ __all__ = [
     "Rope",
     "Segment",
     "Window",
+    "are_in",
     "merge_segments",
     "merge_small_segments",
     "softcapped",

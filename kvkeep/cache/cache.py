@@ -1,9 +1,9 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
@@ -442,13 +442,13 @@ class KVCache:
         if self.local_cache is not None:
             trim(self.local_cache.segments, self.local_cache.window.capacity or budget)
 
-    def reassign_anchors(self, is_anchor: Callable[[int, int], bool]) -> None:
+    def reassign_anchors(self, is_anchor: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Decide anew which cells are anchors; all keep their distances from the next token.
 
         Segments are cut between anchors and other cells. A cell is copied only if its layout
         changes.
 
-        is_anchor: called with a cell's rank among all cells and its serial.
+        is_anchor: a function of ranks and serials, as in `split_by`.
         """
         segments: list[Segment] = []
         for segment, is_anchor_run, first, count in self.split_by(is_anchor):
@@ -465,20 +465,35 @@ class KVCache:
             segments += parts
         self.segments = merge_small_segments(segments)
 
-    def split_by(self, matches: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
+    def split_by(
+        self, matches: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[tuple[Segment, bool, int, int]]:
         """Return runs of a segment's cells, each as (segment, whether they match, first, count).
 
-        matches: called with a cell's rank among all cells and its serial.
+        matches: called with the rank of each cell among all cells, and with its serial, `[n]` int64
+        in the host's memory; returns `[n]` bool.
         """
-        runs, rank = [], 0
-        for segment in self.segments:
-            matched = [matches(rank + i, serial) for i, serial in enumerate(segment.serials())]
-            rank, first = rank + len(matched), 0
-            for is_match, run in groupby(matched):
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
+        parts = [segment.live_serials().cpu() for segment in self.segments]
+        serials, runs = torch.cat([empty, *parts]), list[tuple[Segment, bool, int, int]]()
+        ranks = torch.arange(len(serials), dtype=torch.int64, device="cpu")
+        matched = iter(matches(ranks, serials).tolist())
+        for segment, part in zip(self.segments, parts, strict=True):
+            first = 0
+            for is_match, run in groupby(islice(matched, len(part))):
                 count = len(list(run))
                 runs.append((segment, is_match, first, count))
                 first += count
         return runs
+
+
+def are_in(serials: Tensor, chosen: Set[int]) -> Tensor:
+    """Return which serials, `[n]` int64, are in a set: `[n]` bool."""
+    if not chosen:
+        return torch.zeros(serials.shape, dtype=torch.bool, device="cpu")
+    ordered = torch.tensor(sorted(chosen), dtype=torch.int64, device="cpu")
+    places = torch.searchsorted(ordered, serials).clamp_(max=len(ordered) - 1)
+    return ordered[places] == serials
 
 
 def _read_cells(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:

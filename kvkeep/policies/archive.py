@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from kvkeep import validation
-from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
+from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window, are_in
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import best_method, make_method
 from kvkeep.compression.methods.apply import Compression, check_budget, compress, compress_and_join
@@ -247,7 +247,9 @@ class Archive(Policy):
     def _set_anchors(self, cache: KVCache, pins: Set[int]) -> None:
         """Make kept, pinned and archived cells the anchors, and enforce the bounds."""
         cache.reassign_anchors(
-            lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins
+            lambda ranks, serials: (
+                (serials == NO_TOKEN) | (ranks < self.keep) | are_in(serials, pins)
+            )
         )
         self.enforce_bounds(cache)  # the window may overflow with cells that are no longer anchors
         archived, limit = archived_segments(cache), self.archive_limit(cache)

@@ -8,7 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvkeep.cache import KVCache, Window
+from kvkeep.cache import KVCache, Window, are_in
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.base import Policy, count_cells_to_pin, open_anchors, pinned_cell_count
 
@@ -63,7 +63,7 @@ class Sliding(Policy):
         """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
         policy = self.with_settings(**settings)
         policy.check(count_cells_to_pin(cache, policy.keep, pins))
-        cache.reassign_anchors(lambda rank, serial: rank < policy.keep or serial in pins)
+        cache.reassign_anchors(lambda ranks, serials: (ranks < policy.keep) | are_in(serials, pins))
         return policy
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, are_in, merge_segments
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import BEST_UNCALIBRATED, make_method
 from kvkeep.compression.methods.apply import (
@@ -267,8 +267,9 @@ def _split_into_runs(
     """
     cells = memory.cache.cells
     runs = memory.cache.split_by(
-        lambda index, serial: (
-            serial != NO_TOKEN and (index < SINK_CELLS or index >= cells - recent or serial in pins)
+        lambda ranks, serials: (
+            (serials != NO_TOKEN)
+            & ((ranks < SINK_CELLS) | (ranks >= cells - recent) | are_in(serials, pins))
         )
     )
     unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)

@@ -1,8 +1,12 @@
 """Named ranges of tokens that move with the tokens around them, and the status of each token."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+import numpy as np
+import torch
+
+from kvkeep.cache import are_in
 from kvkeep.session.memory import Memory
 
 # A token is "kept" as one of the first, "pinned", or "grouped" with others at one position, and is
@@ -10,6 +14,7 @@ from kvkeep.session.memory import Memory
 # "forgotten", or in a session with compressed cells "compressed": it may be part of cells that it
 # shares with others.
 TokenStatus = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
+_STATUSES: tuple[TokenStatus, ...] = get_args(TokenStatus)
 TokenRange = tuple[int, int]  # the index of the first token, and the one after the last
 WITHOUT_CELL: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))
 
@@ -49,18 +54,29 @@ def span_after_edit(span: TokenRange, start: int, end: int, added_count: int) ->
 
 def token_statuses(memory: Memory) -> list[TokenStatus]:
     """Return the status of each token of a session, in order."""
-    status_by_serial: dict[int, TokenStatus] = {}
-    status_without_cell: TokenStatus = "forgotten"
-    for segment in memory.cache.segments:
-        if segment.compressed:
-            status_without_cell = "compressed"
-            continue
-        for serial in segment.serials():
+    segments = [segment for segment in memory.cache.segments if not segment.compressed]
+    is_compressed = len(segments) < len(memory.cache.segments)
+    serials = np.frombuffer(memory.serials.array(), dtype=np.int64)
+    numbers = np.full(len(serials), _STATUSES.index("compressed" if is_compressed else "forgotten"))
+    if num_cells := sum(segment.length for segment in segments):
+        cell_serials = torch.cat([segment.live_serials().cpu() for segment in segments])
+        cell_numbers = np.where(
+            are_in(cell_serials, memory.pins).numpy(),
+            _STATUSES.index("pinned"),
+            _STATUSES.index("window"),
+        )
+        start = 0
+        for segment in segments:
+            end = start + segment.length
             if segment.position_map.group > 1:
-                status: TokenStatus = "grouped"
-            elif segment.is_anchor and len(status_by_serial) < memory.policy.keep:
-                status = "kept"
-            else:
-                status = "pinned" if serial in memory.pins else "window"
-            status_by_serial[serial] = status
-    return [status_by_serial.get(serial, status_without_cell) for serial in memory.serials]
+                cell_numbers[start:end] = _STATUSES.index("grouped")
+            elif segment.is_anchor:
+                cell_numbers[start : min(end, memory.policy.keep)] = _STATUSES.index("kept")
+            start = end
+        held_serials = cell_serials.numpy()
+        order = np.argsort(held_serials, kind="stable")
+        places = np.searchsorted(held_serials, serials, sorter=order)
+        cells = order[np.minimum(places, num_cells - 1)]
+        has_cell = held_serials[cells] == serials
+        numbers[has_cell] = cell_numbers[cells[has_cell]]
+    return [_STATUSES[number] for number in numbers.tolist()]
