@@ -15,6 +15,7 @@ from kvkeep.storage.sessions.interface import require_distinct
 
 _log = logging.getLogger("kvkeep.engine")
 _RETRY_FACTOR = 15
+_MAX_PAUSE = 0.5  # seconds between two looks at all sessions, if none was to be saved
 
 
 class SessionSaver:
@@ -26,6 +27,7 @@ class SessionSaver:
         # Uploads of snapshots must not delay an eviction, which waits for the disk's writer.
         self._uploader = ThreadPoolExecutor(1, "kvkeep-snapshot")
         self._pending_saves = 0
+        self._next_look = -math.inf  # time before which `save_idle` does nothing
 
     def save(self, record: SessionRecord) -> Future[int]:
         """Begin to save a session; the result is the saved revision. Raises InvalidArgument.
@@ -64,10 +66,12 @@ class SessionSaver:
         """Begin to save one session whose last change was `seconds` ago, if it is idle.
 
         A save that failed, as on a full disk, is tried again after `_RETRY_FACTOR` times as long.
+        There may be many sessions: if none is to be saved, the next look at them is a quarter of
+        `seconds` later, at most `_MAX_PAUSE`. Earlier calls do nothing.
         """
-        if self._pending_saves:
-            return
         now = time.monotonic()
+        if self._pending_saves or now < self._next_look:
+            return
         changed_before, failed_before = now - seconds, now - _RETRY_FACTOR * seconds
         for record in self._registry:
             is_due = record.saving_revision != record.revision
@@ -76,6 +80,7 @@ class SessionSaver:
             if has_unsaved and is_idle and record.file is not None:
                 self.save(record)
                 return
+        self._next_look = now + min(_MAX_PAUSE, seconds / 4)
 
     def snapshot(self, record: SessionRecord, label: str) -> Future[int]:
         """Write a snapshot of a session under a label; the result is its size in bytes.
