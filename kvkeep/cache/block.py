@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -224,6 +225,7 @@ class Block:
     shared_slot_count: how many of the first slots other blocks use as well; this block never writes
         to them again (copy-on-write).
     place_offset: the place of slot 0, which is added to a slot's number; see `Segment`.
+    last_view: a `View` of these slots without a bias, or None; see `View.of_segment`.
     """
 
     def __init__(
@@ -236,6 +238,7 @@ class Block:
         self.slots = slots
         self.shared_slot_count = shared_slot_count
         self.place_offset = place_offset
+        self.last_view: Any = None
         self.storage = storage or Storage(slots)
         self.storage.blocks.add(self)
 

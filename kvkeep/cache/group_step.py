@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.cache.block import Cells
-from kvkeep.cache.quantised import stored_tensors
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep, LayerAttention, dispatch
 from kvkeep.cache.view import View
@@ -152,19 +151,16 @@ def _group_by_storage(readers: list[RowView]) -> list[list[RowView]]:
     """Group views of the same memory, by the addresses and strides of keys and values."""
     groups: dict[tuple[int, ...], list[RowView]] = {}
     for reader in readers:
-        slots = reader.view.slots
-        stored = (*stored_tensors(slots.stored_keys), *stored_tensors(slots.stored_values))
-        addresses = tuple(n for x in stored for n in (x.data_ptr(), *x.stride()))
-        groups.setdefault((reader.view.place_offset, *addresses), []).append(reader)
+        groups.setdefault(reader.view.storage_key, []).append(reader)
     return list(groups.values())
 
 
 def _shared_view(readers: list[RowView]) -> SharedView:
     """Return one view, from the first to the last cell that any reader sees."""
-    views = [reader.view for reader in readers]
-    if len(views) == 1:
-        view = views[0]
+    if len(readers) == 1:
+        view = readers[0].view
         return SharedView(view.slots, view.slot_range, 0, view.bias, view.place_offset, readers)
+    views = [reader.view for reader in readers]
     ranges = [view.slot_range for view in views]
     slot_range = slice(min(s.start for s in ranges), max(s.stop for s in ranges))
     slots: Cells = max((view.slots for view in views), key=len)  # a fork's may end earlier

@@ -96,11 +96,12 @@ class Segment:
 
         Indices from `length` on are of cells yet to be written.
         """
-        begin = (self.start + first) % self.capacity if self.capacity else 0
+        capacity = self.block.capacity
+        begin = (self.start + first) % capacity if capacity else 0
         end = begin + count
-        if end <= self.capacity:
+        if end <= capacity:
             return [slice(begin, end)]
-        return [slice(begin, self.capacity), slice(0, end - self.capacity)]
+        return [slice(begin, capacity), slice(0, end - capacity)]
 
     def read(self, first: int, count: int) -> Cells:
         """Return a copy of `count` cells, the first one with index `first`; 0 is the oldest."""

@@ -114,6 +114,7 @@ class Step:
         added_counts = [0 if self.newest_segment.is_anchor else i + 1 for i in range(self.count)]
         self.evicted_counts = [window.evicted_count(self._window_cells + n) for n in added_counts]
         self.query_positions = [[self.newest_segment.position_map(t) for t in times]]
+        self._rotation_indices = {tuple(self.query_positions[0]): 0}  # by query positions
         self.views: list[View] = []
         preceding_cells = 0  # window cells in segments before this one
         for segment in segments:
@@ -142,7 +143,8 @@ class Step:
         length = segment.length + (self._written_count if segment is self.newest_segment else 0)
         evicted_here = [max(0, n - preceding_cells) for n in self.evicted_counts]
         positions = [segment.position_map(time) for time in self.times]
-        first, visible_ranks = 0, list[tuple[int, int]]()
+        first = 0
+        visible_ranks: list[tuple[int, int]] = []
         if not segment.is_anchor:
             # In the example above the window has 3 cells, evicted_here is [1, 2], and the view is
             # of the 2 newest.
@@ -159,9 +161,11 @@ class Step:
                 visible_ranks = [(0, settled_count + n) for n in self.evicted_counts]
         if length <= first:
             return None
-        if positions not in self.query_positions:
+        rotation_index = self._rotation_indices.setdefault(
+            tuple(positions), len(self.query_positions)
+        )
+        if rotation_index == len(self.query_positions):
             self.query_positions.append(positions)
-        rotation_index = self.query_positions.index(positions)
         return View.of_segment(segment, first, length, rotation_index, visible_ranks)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:

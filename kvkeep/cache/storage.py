@@ -82,7 +82,7 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
 
 def _can_move(storage: Storage, users: Sequence[Segment]) -> bool:
     """Whether only these segments use the storage, and their cells can move."""
-    blocks = [segment.block for segment in users]
+    blocks = {segment.block for segment in users}
     return all(block in blocks for block in storage.blocks) and not any(s.wrapped for s in users)
 
 

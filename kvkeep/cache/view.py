@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import AttentionConfig, PartialAttention, attend_cells, range_bias
 from kvkeep.cache.block import Cells
-from kvkeep.cache.quantised import KVTensor
+from kvkeep.cache.quantised import KVTensor, stored_tensors
 from kvkeep.cache.ragged import RaggedCells
 from kvkeep.cache.segment import Segment
 
@@ -43,18 +44,45 @@ class View:
 
         visible_ranks: for each query, the range (first, end) of cells that it sees, by their ranks
         in the segment; empty if every query sees all of the view.
+
+        The last step's view of the block is returned again if it is the same and has no bias, as of
+        most frozen segments: edits leave hundreds of them, and each token has a step.
         """
         ranges = segment.slot_ranges(first, end - first)
         slot_range = ranges[0] if len(ranges) == 1 else slice(0, segment.capacity)
-        bias = None
+        block, bias = segment.block, None
         if visible_ranks or end - first < slot_range.stop - slot_range.start:
             slots = torch.arange(slot_range.start, slot_range.stop, dtype=torch.int64, device="cpu")
             # The rank of each slot's cell. `first` is the lowest, so a cell that is written in this
             # step has the highest, also in a ring where it takes the slot of an evicted cell.
             ranks = (slots - segment.start - first) % segment.capacity + first
             bias = range_bias(ranks, visible_ranks or [(first, end)], segment.layout.device)
-        block = segment.block
-        return cls(block.slots, slot_range, rotation_index, bias, block.place_offset)
+        elif (last := block.last_view) is not None and (
+            last.slots is block.slots
+            and last.slot_range == slot_range
+            and last.rotation_index == rotation_index
+        ):
+            view: View = last
+            return view
+        view = cls(block.slots, slot_range, rotation_index, bias, block.place_offset)
+        if bias is None:
+            block.last_view = view
+        return view
+
+    @cached_property
+    def storage_key(self) -> tuple[int, ...]:
+        """The same for views of the same memory: addresses and strides, and the place of slot 0."""
+        stored = (
+            *stored_tensors(self.slots.stored_keys),
+            *stored_tensors(self.slots.stored_values),
+        )
+        addresses = (n for x in stored for n in (x.data_ptr(), *x.stride()))
+        return (self.place_offset, *addresses)
+
+    @cached_property
+    def descriptions(self) -> dict[Any, Any]:
+        """Descriptions of these cells for kernels, by their parameters, kept with the view."""
+        return {}
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:

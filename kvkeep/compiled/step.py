@@ -71,13 +71,15 @@ def _describe_group(
     # A sequence's views keep the order of its own step, whichever others share them: results are
     # then added up in the same order as when the sequence decodes alone.
     index_and_row = {  # of each sequence's view: its shared view, and its row there
-        id(reader.view): (index, row)
+        (reader.cache_index, id(reader.view)): (index, row)  # steps of a cache may share a view
         for index, view in enumerate(views)
         for row, reader in enumerate(view.readers)
     }
     sequence_views = [
-        c.CSequenceView(step.query_positions[view.rotation_index][0], *index_and_row[id(view)])
-        for step in steps
+        c.CSequenceView(
+            step.query_positions[view.rotation_index][0], *index_and_row[sequence, id(view)]
+        )
+        for sequence, step in enumerate(steps)
         for view in step.views
     ]
     sequences = [
@@ -115,6 +117,23 @@ def _describe_sequence(token: int, step: DecodeStep, shape: GroupShape) -> c.CSe
 def _describe_shared_view(
     view: SharedView, steps: Sequence[DecodeStep], shape: GroupShape
 ) -> c.CSharedView:
+    overwritten, own_view = _describe_overwritten(view, steps, shape), view.readers[0].view
+    if overwritten is not None or view.bias is not None or view.slots is not own_view.slots:
+        return _describe_cells(view, shape, overwritten)
+    # All readers see the same range of cells. They are described once for all steps that have the
+    # same view of them, as of a frozen segment.
+    key = (shape, len(view.readers))
+    described: c.CSharedView | None = own_view.descriptions.get(key)
+    if described is None:
+        described = own_view.descriptions[key] = _describe_cells(view, shape, None)
+    return described
+
+
+def _describe_cells(view: SharedView, shape: GroupShape, overwritten: Any) -> c.CSharedView:
+    """Describe the cells of a view. overwritten: a pointer to those that steps overwrite, or None.
+
+    Raises KernelMismatch.
+    """
     layers, kv_heads, _, head_dim = shape
     cells, readers = view.slots, len(view.readers)  # a reader is one sequence's use of the view
     if isinstance(cells, RaggedCells):
@@ -139,7 +158,7 @@ def _describe_shared_view(
         None if cell_bias is None else cell_bias_address(cell_bias, slots_shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
         None,
-        _describe_overwritten(view, steps, shape),
+        overwritten,
     )
 
 
@@ -148,14 +167,14 @@ def _describe_overwritten(
 ) -> Any:  # a pointer, which ctypes cannot name
     """Describe the cells of a full ring that the steps of its cache overwrite; None if none are."""
     # Steps of one cache follow one another, so their rows in the view ascend.
-    own_steps = [steps[reader.cache_index] for reader in view.readers]
-    rows = [
-        row
-        for row, (step, reader) in enumerate(zip(own_steps, view.readers, strict=True))
-        if step.overwritten is not None and reader.view.slots is step.newest_segment.block.slots
-    ]
+    rows = []
+    for row, reader in enumerate(view.readers):
+        step = steps[reader.cache_index]
+        if step.overwritten is not None and reader.view.slots is step.newest_segment.block.slots:
+            rows.append(row)
     if not rows:
         return None
+    own_steps = [steps[reader.cache_index] for reader in view.readers]
     layers, kv_heads, _, head_dim = shape
     cells, count = own_steps[rows[0]].overwritten, len(rows)
     assert cells is not None
