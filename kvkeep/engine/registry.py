@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import attrgetter
 
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, is_response_name, max_session_bytes
@@ -40,9 +41,17 @@ class SessionRegistry:
 
         cache_key: of a prompt; the session that is pinned with it comes before all others.
         """
-        records = [record for record in self if record.owner == owner]
+        records = self._records_of(owner)
+        records.sort(key=attrgetter("last_used"), reverse=True)
         preferred = self.pins.session_with_key(owner, cache_key)
-        return sorted(records, key=lambda r: (r is preferred, r.last_used), reverse=True)
+        if preferred is not None and preferred in records:
+            records.remove(preferred)
+            records.insert(0, preferred)
+        return records
+
+    def _records_of(self, owner: str) -> list[SessionRecord]:
+        """Return an owner's sessions in any order: there may be thousands."""
+        return [record for record in self._records.values() if record.owner == owner]
 
     def get(self, name: str, owner: str) -> SessionRecord | None:
         return self._records.get((owner, name))
@@ -62,14 +71,15 @@ class SessionRegistry:
 
         Raises InvalidArgument, NoRoom, Locked, and StoreError if the name's file cannot be read.
         """
+        others = self._records_of(owner) if named else []
         if named and not is_response_name(name or ""):
-            self.policy.require_session_slot(self.owned_by(owner))
+            self.policy.require_session_slot(others)
         if not is_valid_owner(owner):
             raise InvalidArgument(f"an owner must be 1 to 64 of a-z and 0-9; found {owner!r}")
         name = name or _new_name()
         file = self.disk.new_file(owner, name) if named else None
         if file is not None:
-            require_distinct(name, (record.name for record in self if record.owner == owner))
+            require_distinct(name, (record.name for record in others))
         if self.get(name, owner):
             raise InvalidArgument(f"session {name!r} already exists")
         record = SessionRecord(name, owner, named, file, session)
@@ -121,9 +131,12 @@ class SessionRegistry:
 
     def _bytes_beside(self, requester: SessionRecord | None) -> int:
         """Return `nbytes` without those that only an idle requester holds."""
-        idle = (record for record in self if record.session is not None and not record.busy)
-        memories = [record.live.core.memory for record in idle if record is not requester]
-        reserved_bytes = sum(record.reserved_bytes for record in self if record.busy)
+        memories, reserved_bytes = [], 0
+        for record in self._records.values():
+            if record.busy:
+                reserved_bytes += record.reserved_bytes
+            elif record.session is not None and record is not requester:
+                memories.append(record.session.core.memory)
         return memory_bytes(memories) + reserved_bytes + self._other_bytes
 
     def shared_bytes(self, record: SessionRecord) -> int:

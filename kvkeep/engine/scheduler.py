@@ -63,8 +63,10 @@ class SchedulingPolicy:
                 retry_after=max(1.0, min(steps_left, default=0) * step_seconds),
             )
 
-    def require_session_slot(self, records: Iterable[SessionRecord]) -> None:
+    def require_session_slot(self, records: Collection[SessionRecord]) -> None:
         """Raise NoRoom if an owner may not add a named session. records: the owner's sessions."""
+        if len(records) < self.limits.sessions_per_owner:
+            return
         count = sum(
             record.named and not record.may_be_lost and not is_response_name(record.name)
             for record in records
