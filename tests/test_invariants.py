@@ -95,6 +95,21 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
             assert use.states == spec.states.nbytes(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("max_kv_size", "keep", "lower"), [(29, 25, 2), (30, 20, 7), (4, 3, 2)], ids=str
+)
+def test_a_lower_keep_frees_the_slots_of_tokens_that_did_not_come(
+    max_kv_size: int, keep: int, lower: int
+) -> None:
+    session = MODELS["plain"].session(max_kv_size, keep, prefill_step=7)
+    session.feed([1, 1])
+    session.keep = lower
+    for count in (12, 37):
+        session.feed([1] * count)
+        cells = session.memory_use.cells / session.cache.layout.cell_bytes
+        assert cells <= max_kv_size + max_kv_size // 8
+
+
 @settings(max_examples=examples(25))
 @given(bounded(ALL), ACTIONS)
 def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:

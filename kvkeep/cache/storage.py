@@ -1,7 +1,7 @@
 """The memory of a cache's segments: its size, merging small segments, and freeing idle slots."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -58,26 +58,38 @@ def _can_merge(left: Segment, right: Segment) -> bool:
 def trim(segments: Sequence[Segment], budget: int) -> None:
     """Free slots of dropped cells, by moving the remaining cells to storage of exactly their size.
 
-    Slots become idle when cells are cut out, or evicted from a frozen segment. Cells move if more
-    of their storage is idle than in use, or if all storage exceeds the budget of cells by an
-    eighth. The copying costs no more than the change that made the slots idle. Storage that another
-    session or a snapshot uses stays and does not count: moving cells out would not free it. Cells
-    for which no new storage can be allocated stay where they are, until the next call.
+    Slots become idle when cells are cut out, or evicted from a frozen segment, and when `keep` is
+    lowered before all anchors are there. Cells move if more of their storage is idle than in use,
+    or if all storage exceeds the budget of cells by an eighth. The copying costs no more than the
+    change that made the slots idle. Storage that another session or a snapshot uses stays and does
+    not count: moving cells out would not free it. Cells for which no new storage can be allocated
+    stay where they are, until the next call.
     """
-    if not any(segment.frozen for segment in segments):
+    growing = {segment for segment in segments if _is_growing(segment, segments[-1])}
+    if not any(segment.frozen or _has_idle_slots(segment, growing) for segment in segments):
         return
     storages = {s: users for s, users in _users_by_storage(segments).items() if _can_move(s, users)}
     idle_counts = {s: s.capacity - _count_cells(users) for s, users in storages.items()}
     excess = _count_cells(segments) + sum(idle_counts.values()) - budget - budget // IDLE_DIVISOR
     for storage in sorted(storages, key=lambda storage: -idle_counts[storage]):
         users = storages[storage]
-        dropped_count = idle_counts[storage] - sum(map(_count_unfilled_slots, users))
+        unfilled = [s.capacity - s.length - s.start for s in users if s in growing]
+        dropped_count = idle_counts[storage] - sum(unfilled)
         if idle_counts[storage] and (dropped_count > _count_cells(users) or excess > 0):
             excess -= idle_counts[storage]
             # On a failed allocation torch raises a RuntimeError, and Python a MemoryError.
             with torch.inference_mode(), suppress(MemoryError, RuntimeError):
                 for segment in users:
                     segment.compact()
+
+
+def _is_growing(segment: Segment, last: Segment) -> bool:
+    """Whether a segment still takes cells: the last one, an archive, or all but the window."""
+    return not segment.frozen and (segment is last or segment.compressed or segment.grows_lazily)
+
+
+def _has_idle_slots(segment: Segment, growing: Collection[Segment]) -> bool:
+    return segment not in growing and segment.capacity > segment.length
 
 
 def _can_move(storage: Storage, users: Sequence[Segment]) -> bool:
@@ -88,10 +100,6 @@ def _can_move(storage: Storage, users: Sequence[Segment]) -> bool:
 
 def _count_cells(segments: Sequence[Segment]) -> int:
     return sum(segment.length for segment in segments)
-
-
-def _count_unfilled_slots(segment: Segment) -> int:
-    return 0 if segment.frozen else segment.capacity - segment.length - segment.start
 
 
 def _users_by_storage(segments: Sequence[Segment]) -> dict[Storage, list[Segment]]:
