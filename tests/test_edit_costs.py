@@ -10,6 +10,8 @@ from edit_actions import MODEL
 from test_edits import distances, held
 
 from kvkeep import Snapshot
+from kvkeep.cache import Segment
+from kvkeep.session.history import History
 from kvkeep.session.session import Session
 
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(3000)]
@@ -84,6 +86,54 @@ def test_many_edits_copy_fewer_cells_than_are_held_times_edits(begun, edit) -> N
         at = len(session.tokens) - back
         total += copied(session, lambda at=at: edit(session, at))
     assert total <= 0.4 * 10 * session.cache.cells
+
+
+def test_an_edit_in_place_makes_no_list_of_all_tokens_or_cells(monkeypatch) -> None:
+    session = BEGUN["full"]()
+    session.name("tool", 300, 340)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("all tokens or cells are listed")
+
+    for owner, name in ((History, "tolist"), (History, "__iter__"), (Segment, "serials")):
+        monkeypatch.setattr(owner, name, refuse)
+    for edit in EDITS.values():
+        edit(session, 200)
+        edit(session, len(session.tokens) - 90)
+    session.replace("tool", None, TEXT[:9])
+    session.pin("tool")
+    session.delete("tool")
+
+
+def forgetful() -> Session:
+    """A session with forgotten tokens, pins among them, and tokens inserted between others."""
+    session = pinned()
+    total = len(session.tokens)
+    session.insert(total - 50, TEXT[:7])
+    session.delete(total - 400, total - 390)
+    session.replace(310, 315, TEXT[:2])  # of the pinned stretch
+    return session
+
+
+def compressed() -> Session:
+    """A session of which the older half is compressed, but for a pinned stretch."""
+    session = fed(600, "full", 700)
+    session.pin(200, 220)
+    session.compress(2.0, recent=200, method="knorm")
+    session.insert(500, TEXT[:7])
+    return session
+
+
+@pytest.mark.parametrize("begin", [BEGUN["full"], BEGUN["archive"], forgetful, compressed])
+def test_the_tokens_of_a_range_that_have_cells_are_counted(begin: Callable[[], Session]) -> None:
+    memory, draw = begin().core.memory, random.Random(1)
+    held_serials, total = set(memory.cache.serials()), len(memory.tokens)
+    is_held = [serial in held_serials for serial in memory.serials]
+    assert memory.exact_serials().tolist() == [s for s in memory.serials if s in held_serials]
+    for _ in range(200):
+        start = draw.randint(0, total)
+        end = min(total, start + draw.choice([0, 1, 5, 50, total]))
+        assert memory.count_exact(start, end) == sum(is_held[start:end])
 
 
 @pytest.mark.parametrize("count", [20, 15, 25])

@@ -169,8 +169,7 @@ class SessionCore:
     def is_forgotten(self, token_range: TokenRange) -> bool:
         """Whether a range has tokens, and none of them has a cell of its own any more."""
         start, end = token_range
-        serials = self.memory.serials[start:end]  # by which the cells of tokens are found
-        return start < end and set(serials).isdisjoint(self.memory.cache.serials())
+        return start < end and not self.memory.count_exact(start, end)
 
 
 class StateGuard:

@@ -34,7 +34,7 @@ class EditScope:
         pinned, too. `keep` never shrinks: without its first tokens, a window cannot attend any
         more. Raises InvalidArgument for a range that is out of bounds, or nothing to do.
         """
-        serials, held = memory.serials.tolist(), set(memory.cache.serials())
+        serials = memory.serials
         if not 0 <= start <= end <= len(serials):
             raise InvalidArgument(
                 f"an edit needs 0 <= start <= end <= {len(serials)}, the number of tokens; "
@@ -44,7 +44,7 @@ class EditScope:
             raise InvalidArgument(
                 f"nothing to edit: no tokens in {start} to {end}, and none to insert"
             )
-        cells_before = sum(serial in held for serial in serials[:start])
+        cells_before = memory.count_exact(0, start)
         growth, keep = len(ids) - (end - start), memory.policy.keep
         neighbours = serials[max(0, start - 1) : start + 1]  # of an insertion
         pin_sources, needed_count = (serials[start:end], 1) if start < end else (neighbours, 2)

@@ -163,17 +163,15 @@ def _end_position(memory: Memory, scope: EditScope) -> int:
     Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
     the kept ones at positions 2 and 3. Deleting 0 and 1 ends at 4, and so does inserting after 1.
     """
-    start, end, serials, positions = scope.start, scope.end, memory.serials, dict[int, int]()
-    for segment in memory.cache.segments:
-        if not segment.compressed:
-            positions.update(zip(segment.serials(), _seen_positions(segment).tolist(), strict=True))
+    start, end, first = scope.start, scope.end, scope.cells_before
+    held, serials = memory.exact_serials(), memory.serials
     if end > start:
-        if positions.keys() >= set(serials[start:end]):
-            return positions[serials[end - 1]] + 1
-    elif serials[start] in positions:
-        return positions[serials[start]]
-    elif start and serials[start - 1] in positions:
-        return positions[serials[start - 1]] + 1
+        if held[first : first + end - start].tolist() == serials[start:end]:
+            return _seen_position(memory.cache, first + end - start - 1) + 1
+    elif held[first : first + 1].tolist() == serials[start : start + 1]:
+        return _seen_position(memory.cache, first)
+    elif first and held[first - 1] == serials[start - 1]:
+        return _seen_position(memory.cache, first - 1) + 1
     raise InvalidArgument(
         f"tokens {start} to {end} are not all in the cache: edit tokens that are, or start a new "
         "session with the edited text"
@@ -191,9 +189,12 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
     cache, max_kv_size, evictable = memory.cache, memory.policy.max_kv_size, 0
     excess_cells = max(0, cache.cells + scope.growth - max_kv_size)
     if scope.keep is not None:
-        exact_segments = [segment for segment in cache.segments if not segment.compressed]
-        in_window = [not s.is_anchor for s in exact_segments for _ in range(s.length)]
-        evictable = sum(in_window if cache.window.moves else in_window[: scope.cells_before])
+        remaining = cache.cells if cache.window.moves else scope.cells_before
+        for segment in cache.segments:
+            if not segment.compressed:
+                count = min(segment.length, remaining)
+                evictable += 0 if segment.is_anchor else count
+                remaining -= count
     if excess_cells > evictable and not scope.permanent:
         raise ContextFull(
             f"{len(scope.ids)} tokens do not fit in place of {scope.end - scope.start}: "
@@ -208,6 +209,16 @@ def _count_evictions(memory: Memory, scope: EditScope) -> int:
             "longer"
         )
     return 0 if cache.window.moves else min(evictable, excess_cells)
+
+
+def _seen_position(cache: KVCache, rank: int) -> int:
+    """Return the position at which the newest tokens see an uncompressed cell, by its rank."""
+    for segment in cache.segments:
+        if not segment.compressed:
+            if rank < segment.length:
+                return int(_seen_positions(segment)[rank])
+            rank -= segment.length
+    raise AssertionError("a rank beyond the last cell")
 
 
 def _seen_positions(segment: Segment) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep import validation
@@ -161,6 +162,29 @@ class Memory:
         count = len(serials)
         differing = np.flatnonzero(held[len(held) - count :] != serials)
         return int(count - 1 - differing[-1]) if len(differing) else count
+
+    def exact_serials(self) -> NDArray[np.int64]:
+        """Return the serials of the uncompressed cells, which are in the order of the tokens."""
+        parts = [s.live_serials() for s in self.cache.segments if not s.compressed]
+        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+
+    def count_exact(self, start: int, end: int) -> int:
+        """Return how many of tokens `start ... end - 1` have a cell of their own."""
+        held = self.exact_serials()
+        return self._count_cells_before(held, end) - self._count_cells_before(held, start)
+
+    def _count_cells_before(self, held: NDArray[np.int64], index: int) -> int:
+        """Return how many of the cells with serials `held` are of tokens before token `index`.
+
+        A cell of that token or of the one before it is found by one comparison with each serial.
+        """
+        for neighbour, offset in ((index, 0), (index - 1, 1)):
+            if 0 <= neighbour < len(self.serials):
+                (ranks,) = np.nonzero(held == self.serials[neighbour])
+                if len(ranks):
+                    return int(ranks[0]) + offset
+        earlier = np.frombuffer(self.serials.first(index).array(), dtype=np.int64)
+        return int(np.count_nonzero(np.isin(held, earlier)))
 
     @property
     def num_rewindable(self) -> int:
@@ -443,7 +467,7 @@ class Memory:
         serials = set(self.serials[start:end])
         if not serials:
             raise InvalidArgument(f"there are no tokens between {start} and {end} to pin")
-        if not serials <= set(self.cache.serials()):
+        if self.count_exact(start, end) < len(serials):
             raise InvalidArgument(f"tokens {start} to {end} are not all in the cache")
         if serials & self.pins:
             raise InvalidArgument(f"some of tokens {start} to {end} are already pinned")
