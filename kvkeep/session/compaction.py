@@ -32,8 +32,9 @@ from kvkeep.session.compression import (
     compress_memory,
     default_method_name,
 )
-from kvkeep.session.core import SessionCore, StateGuard
+from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.editing import Recompute, edit_tokens
+from kvkeep.session.evaluation import evaluate_placed
 from kvkeep.session.memory import Memory
 from kvkeep.session.message_spans import SpanKind, newest_turn_start, spans_of_kind, system_end
 
@@ -57,7 +58,8 @@ class CompactionReport:
         target: the number of cells to come below.
         removed_results, removed_reasoning: names of the spans that were deleted.
         compression: of the third step; None if it was not needed, or not possible.
-        tokens_evaluated: those of placeholders, and those evaluated again.
+        tokens_evaluated: those of placeholders, and those evaluated again; the text's last token
+            counts once for each span, although one evaluation may serve several.
         notes: why a step was left out, or the target not reached; in words.
     """
 
@@ -194,11 +196,16 @@ def _remove_spans(
             continue  # a span that overlaps it was removed before
         start, end = draft.state.spans[name]
         span_name = name if ids else None
-        edited = edit_tokens(draft, start, end, ids, plan.recompute, span_name, plan.progress)
+        edited = edit_tokens(
+            *(draft, start, end, ids, plan.recompute, span_name, plan.progress), defers_last=True
+        )
         num_evaluated += edited.tokens_evaluated
         removed.append(name)
         if plan.progress:
             plan.progress(1)  # the text's last token
+    if removed and draft.memory.hidden is None:
+        with session_transaction([draft]) as (state,):
+            evaluate_placed(state.memory)
     core.state = draft.state
     return tuple(removed), num_evaluated
 
@@ -221,10 +228,9 @@ def _removable_spans(
 def _is_removable(core: SessionCore, name: str, replaced_by: int) -> bool:
     """Whether a span is there, longer than `replaced_by`, held in cells, and not pinned."""
     memory, (start, end) = core.memory, core.state.spans.get(name, (0, 0))
-    serials = memory.serials[start:end]
-    if end - start <= replaced_by or not memory.pins.isdisjoint(serials):
+    if end - start <= replaced_by or not memory.pins.isdisjoint(memory.serials[start:end]):
         return False
-    return set(memory.cache.serials()).issuperset(serials)
+    return memory.count_exact(start, end) == end - start
 
 
 def _draft_of(core: SessionCore) -> SessionCore:

@@ -47,17 +47,18 @@ def edit_tokens(
     recompute: Recompute,
     span_name: str | None = None,
     progress: Callable[[int], None] | None = None,
+    defers_last: bool = False,
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`, and return the report; see `SessionEdits`.
 
-    span_name: of the span that is replaced. progress: see `prepare_edit`.
+    span_name: of the span that is replaced. progress, defers_last: see `prepare_edit`.
     Raises InvalidArgument if `progress` changed the session.
     """
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
     guard = StateGuard(core)
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(
-        *(core.memory, start, end, ids, recompute, core.prefill_step, progress)
+        *(core.memory, start, end, ids, recompute, core.prefill_step, progress, defers_last)
     )
     with session_transaction([core]) as (state,):
         guard.require_unchanged()
@@ -125,11 +126,13 @@ def prepare_edit(
     recompute: Recompute,
     prefill_step: int,
     progress: Callable[[int], None] | None = None,
+    defers_last: bool = False,
 ) -> tuple[EditCompletion, int]:
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
     The memory does not change. Also returns how many tokens the whole edit evaluates. progress:
-    called after each step with the number of tokens in it.
+    called after each step with the number of tokens in it. defers_last: whether an edit in place
+    leaves the last token to `evaluate_placed`, because others follow.
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
@@ -138,7 +141,8 @@ def prepare_edit(
     scope, total = EditScope.from_range(memory, start, end, ids), len(memory.tokens)
     if end < total and recompute == "none":
         _require_cells_only(memory)
-        return InPlaceEdit.prepare(memory, scope, prefill_step, progress).apply, len(ids) + 1
+        edit = InPlaceEdit.prepare(memory, scope, prefill_step, progress)
+        return edit.apply_deferred if defers_last else edit.apply, len(ids) + 1
     memory.require_room(scope.growth)
     pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
     edited_memory, num_evaluated = evaluate_suffix(

@@ -262,6 +262,28 @@ def evaluate_popped(memory: Memory, last_ids: Sequence[int], pinned: bool) -> No
             memory.pin(len(memory.tokens) - 1, len(memory.tokens))
 
 
+@torch.inference_mode()
+def place_popped(memory: Memory, last_ids: Sequence[int]) -> None:
+    """Append the token that a memory popped, if any, with a cell that has no keys and values yet.
+
+    All else is as after `evaluate_popped`, but there is no hidden state: `evaluate_placed` follows.
+    last_ids: from `Memory.pop_last`, of a token that was not pinned.
+    """
+    if last_ids:
+        make_room_for_chunk(memory, last_ids, 0, 1)
+        with memory.cache.step(1):
+            pass  # no layer writes to the cell
+        memory.append(last_ids, None, None)
+        memory.policy.enforce_bounds(memory.cache)
+
+
+def evaluate_placed(memory: Memory) -> None:
+    """Evaluate the last token, which `place_popped` placed; it keeps its serial."""
+    last_ids, pinned = memory.pop_last()
+    memory.cache.serial -= len(last_ids)
+    evaluate_popped(memory, last_ids, pinned)
+
+
 def refill_overwritten(
     memory: Memory,
     max_local_windows: int | None = None,

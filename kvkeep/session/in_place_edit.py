@@ -17,6 +17,7 @@ from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import (
     evaluate_into_segment,
+    place_popped,
     reevaluate_last,
     refill_overwritten,
 )
@@ -104,6 +105,20 @@ class InPlaceEdit:
         """Apply the edit to a successor of the memory; see `EditCompletion`."""
         cells_moved = self.splice(memory)
         reevaluate_last(memory, *memory.pop_last(), LOCAL_WINDOWS)
+        return memory, cells_moved
+
+    def apply_deferred(self, memory: Memory) -> tuple[Memory, int]:
+        """Do as `apply`, but leave the forward of the last token to `evaluate_placed`.
+
+        For an edit that others follow. A pinned token is evaluated at once, since a policy may
+        compress with its query when it is unpinned.
+        """
+        if not memory.pins.isdisjoint(memory.serials[-1:]):
+            return self.apply(memory)
+        cells_moved = self.splice(memory)
+        last_ids, _ = memory.pop_last()
+        refill_overwritten(memory, LOCAL_WINDOWS)
+        place_popped(memory, last_ids)
         return memory, cells_moved
 
     @torch.inference_mode()
