@@ -10,7 +10,8 @@ from edit_actions import MODEL
 from test_edits import distances, held
 
 from kvkeep import Snapshot
-from kvkeep.cache import Segment
+from kvkeep.cache import KVCache, Segment
+from kvkeep.policies.base import count_cells_to_pin
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 
@@ -103,6 +104,28 @@ def test_an_edit_in_place_makes_no_list_of_all_tokens_or_cells(monkeypatch) -> N
     session.replace("tool", None, TEXT[:9])
     session.pin("tool")
     session.delete("tool")
+
+
+def test_pins_are_not_counted_in_a_window_without_any(monkeypatch) -> None:
+    session, calls = BEGUN["window to be filled"](), list[int]()
+    serials = KVCache.serials
+    monkeypatch.setattr(KVCache, "serials", lambda cache: calls.append(1) or serials(cache))
+    for edit in EDITS.values():
+        edit(session, 200)
+    assert not calls
+    session.pin(300, 310)
+    assert calls
+
+
+@pytest.mark.parametrize("begin", [BEGUN["full"], BEGUN["window that turns"], pinned])
+def test_cells_to_pin_are_counted(begin: Callable[[], Session]) -> None:
+    memory, draw = begin().core.memory, random.Random(2)
+    held, forgotten = memory.cache.serials(), list(range(-3, 0))
+    for count in (0, 1, 20):
+        pins = frozenset(draw.sample(held, count) + forgotten[:count])
+        for keep in (0, 4, 400):
+            expected = sum(serial in pins for serial in held[keep:])
+            assert count_cells_to_pin(memory.cache, keep, pins) == expected
 
 
 def forgetful() -> Session:

@@ -235,7 +235,7 @@ def pinned_cell_count(cache: KVCache, keep: int) -> int:
 
 def count_cells_to_pin(cache: KVCache, keep: int, pins: Set[int]) -> int:
     """Return how many cells beyond the first `keep` are of tokens with the serials `pins`."""
-    return sum(serial in pins for serial in cache.serials()[keep:])
+    return len(pins & set(cache.serials()[keep:])) if pins else 0
 
 
 def open_anchors(cache: KVCache, keep: int, token_count: int) -> int:
