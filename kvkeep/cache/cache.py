@@ -312,6 +312,15 @@ class KVCache:
         if self.local_cache is not None:
             self.local_cache.drop_newest(min(count, self.local_cache.cells))
 
+    def restart_clock(self) -> None:
+        """Set the clock of an empty cache to 0. Recorded queries are of tokens that are gone.
+
+        There may be some: an edit in place removes tokens, and leaves the clock as it is.
+        """
+        self.time = 0
+        if self.observer is not None:
+            self.observer = Observer()
+
     def checkpoint(self, num_tokens: int) -> Checkpoint:
         """Return a copy of what later tokens overwrite. num_tokens: all so far."""
         segments = () if self.local_cache is None else self.local_cache.segments

@@ -351,7 +351,7 @@ class Memory:
         self.cache.drop_newest(count)
         remaining = len(self.tokens) - count
         if not remaining:
-            self.cache.time = 0
+            self.cache.restart_clock()
         removed, lost_pins = self.tokens[remaining:], self.pins & set(self.serials[remaining:])
         self.tokens, self.serials = self.tokens.first(remaining), self.serials.first(remaining)
         self.checkpoints = self.checkpoints.up_to(remaining)

@@ -1,5 +1,7 @@
 """Policy `archive`: failures, forks, pins, groups, and refused calls."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from attention_hooks import attending
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.archives import MODEL, TEXT, Setting, archived, archives, same, state
 
-from kvkeep import Sampling, SessionGroup
+from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
@@ -41,6 +43,22 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     for item in (session, untouched):
         item.feed(TEXT[:60])
     assert same(state(session), state(untouched))
+
+
+def test_a_text_that_is_evaluated_again_has_its_own_queries_alone(tmp_path: Path) -> None:
+    """An edit in place before leaves the clock, and queries of tokens that are gone."""
+    session = Setting(method="snapkv", window=60, max_kv_size=189).fed(23)
+    session.replace(3, 11, [5, 6, 7])
+    session.replace(1, 6, [9, 9], "suffix")
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+    for observer in (session.cache.observer, restored.cache.observer):
+        queries = observer and observer.queries()
+        assert queries is not None
+        assert queries.times.tolist() == list(range(len(session.tokens)))
+    for continued in (session, restored):
+        continued.feed(TEXT[:190])
+    assert same(state(session), state(restored))
 
 
 @pytest.mark.parametrize("method", METHODS)
