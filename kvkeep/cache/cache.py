@@ -253,6 +253,9 @@ class KVCache:
         if self.observer is not None and step.queries is not None:
             self.observer.add(step.times.start, step.queries)
         self.recurrent_states = step.recurrent_states
+        local_views = () if step.local_step is None else step.local_step.views
+        for view in (*step.views, *local_views):
+            view.release()
 
     def drop_empty_segments(self) -> None:
         self.segments = [segment for segment in self.segments if segment.length]

@@ -84,11 +84,12 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
 
 
 def _is_growing(segment: Segment, last: Segment) -> bool:
-    """Whether a segment still takes cells: the last one, an archive, or all but the window."""
+    """Whether a segment still takes cells: the last one, an archive's, or one that grows lazily."""
     return not segment.frozen and (segment is last or segment.compressed or segment.grows_lazily)
 
 
 def _has_idle_slots(segment: Segment, growing: Collection[Segment]) -> bool:
+    """Whether a segment has slots that no further cells will take."""
     return segment not in growing and segment.capacity > segment.length
 
 

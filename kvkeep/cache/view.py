@@ -46,7 +46,7 @@ class View:
         in the segment; empty if every query sees all of the view.
 
         The last step's view of the block is returned again if it is the same and has no bias, as of
-        most frozen segments: edits leave hundreds of them, and each token has a step.
+        most frozen segments. Edits leave hundreds of these, which each token would describe anew.
         """
         ranges = segment.slot_ranges(first, end - first)
         slot_range = ranges[0] if len(ranges) == 1 else slice(0, segment.capacity)
@@ -98,6 +98,11 @@ class View:
     def cell_bias(self) -> tuple[Tensor | None, ...]:
         """For each layer `[kv_heads, cells]` float32, or None."""
         return self.slots.layer_biases(self.slot_range)
+
+    def release(self) -> None:
+        """Free the tensors of each layer, which a view that is kept would hold between steps."""
+        for name in ("keys", "values", "cell_bias"):
+            vars(self).pop(name, None)
 
     def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> PartialAttention:
         """Attend with queries `[n, heads, head_dim]`, rotated; see `attend_cells`."""
