@@ -9,7 +9,6 @@ from kvkeep.session.session import Session
 def kept_names(session: Session) -> set[str]:
     """Return the names of all that the views of a session's blocks hold."""
     views = [segment.block.last_view for segment in session.cache.all_segments]
-    assert any(view is not None for view in views)
     return {name for view in views if view is not None for name in vars(view)}
 
 
@@ -21,6 +20,7 @@ def test_no_step_leaves_tensors_of_layers_in_views(has_local_layers: bool) -> No
     for _ in range(2):
         session.delete(10, 14, "suffix" if has_local_layers else "none")
         session.next_token()
+        assert "slots" in kept_names(session)
         assert not {"keys", "values", "cell_bias"} & kept_names(session)
         session.feed([5] * 20)
         assert not {"keys", "values", "cell_bias"} & kept_names(session)
