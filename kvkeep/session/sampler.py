@@ -56,7 +56,7 @@ class Sampler:
         if sampling.greedy:
             return int(_process_logits(logits, tokens, sampling).argmax())
         ids, weights = _candidates(logits, tokens, sampling)
-        cumulative = weights.cumsum(dtype=np.float64)
+        cumulative = _cumulative(weights)
         threshold = self._draw_uniform(sampling.seed) * cumulative[-1]
         index = int(cumulative.searchsorted(threshold, side="right"))
         return int(ids[min(index, len(ids) - 1)])
@@ -129,10 +129,16 @@ def _apply_top_p_min_p(
     weights, ids = _sorted_by_weight(probabilities[ids], ids)
     remaining = weights >= sampling.min_p * weights[0]
     if sampling.top_p < 1:
-        before = weights.cumsum(dtype=np.float64) - weights
+        before = _cumulative(weights) - weights
         remaining &= before < sampling.top_p * total_probability
     remaining[0] = True
     return ids[remaining], weights[remaining]
+
+
+def _cumulative(weights: _Floats) -> NDArray[np.float64]:
+    # Not in numpy: torch's sums of one row take a fifth of the time, in one thread, too.
+    sums: NDArray[np.float64] = torch.from_numpy(weights).cumsum(-1, dtype=torch.float64).numpy()
+    return sums
 
 
 def _sorted_by_weight(weights: _Floats, ids: _Ids) -> tuple[_Floats, _Ids]:
