@@ -105,8 +105,24 @@ class SectionedOption(click.Option):
         self.section = section
 
 
+_MAX_SUGGESTIONS = 3  # options
+
+
 class SectionedCommand(click.Command):
     """A command whose help lists options by section, its own ones first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments; for an unknown option suggest those that begin with it, too."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            flags = [flag for parameter in self.get_params(ctx) for flag in parameter.opts]
+            longer = sorted(flag for flag in flags if flag.startswith(name))[:_MAX_SUGGESTIONS]
+            if not longer or not name.startswith("--"):
+                raise
+            suggestion = " or ".join(map(repr, longer))
+            raise click.UsageError(f"{error.message} Did you mean {suggestion}?", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {OWN_OPTIONS: []}

@@ -79,3 +79,16 @@ def test_unknown_commands_get_suggestions(invoke) -> None:
         assert refused.exit_code == 2
         assert f"Did you mean {meant}?" in refused.stderr
     assert "Did you mean" not in invoke("xyzzy").stderr
+
+
+def test_a_beginning_of_options_suggests_them(invoke) -> None:
+    for option, meant in (
+        ("--temp", ["--temperature"]),
+        ("--max", ["--max-kv-size", "--max-tokens"]),
+        ("--temperatur", ["--temperature"]),
+    ):
+        refused = invoke("generate", option, "0.5")
+        assert refused.exit_code == 2
+        assert f"No such option '{option}'." in refused.stderr
+        assert all(f"'{flag}'" in refused.stderr for flag in meant)
+    assert "Did you mean" not in invoke("generate", "--xyzzy").stderr
