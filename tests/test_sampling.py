@@ -241,7 +241,7 @@ def test_biases_of_one_token_are_added_up() -> None:
 
 @pytest.mark.parametrize("window", [1, 7, 1000, 2**31])
 def test_penalties_count_the_tokens_of_the_window(window: int) -> None:
-    """Of a session's history and of a list alike."""
+    """The counts are the same for a session's history and for a list."""
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(50, generator=random)
     tokens = torch.randint(0, 50, (2000,), generator=random).tolist()

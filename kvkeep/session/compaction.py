@@ -35,6 +35,7 @@ from kvkeep.session.compression import (
 from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.editing import Recompute, edit_tokens
 from kvkeep.session.evaluation import evaluate_placed
+from kvkeep.session.in_place_edit import InPlaceEdit
 from kvkeep.session.memory import Memory
 from kvkeep.session.message_spans import SpanKind, newest_turn_start, spans_of_kind, system_end
 
@@ -197,7 +198,8 @@ def _remove_spans(
         start, end = draft.state.spans[name]
         span_name = name if ids else None
         edited = edit_tokens(
-            *(draft, start, end, ids, plan.recompute, span_name, plan.progress), defers_last=True
+            *(draft, start, end, ids, plan.recompute, span_name, plan.progress),
+            complete=InPlaceEdit.apply_deferred,
         )
         num_evaluated += edited.tokens_evaluated
         removed.append(name)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Literal, get_args
 
@@ -22,6 +23,8 @@ from kvkeep.session.in_place_edit import InPlaceEdit
 from kvkeep.session.memory import Memory
 
 Recompute = Literal["none", "suffix"]
+# Applies a prepared edit to a successor of the memory, as an `EditCompletion`.
+InPlaceCompletion = Callable[[InPlaceEdit, Memory], tuple[Memory, int]]
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,18 @@ def edit_tokens(
     recompute: Recompute,
     span_name: str | None = None,
     progress: Callable[[int], None] | None = None,
-    defers_last: bool = False,
+    complete: InPlaceCompletion = InPlaceEdit.apply,
 ) -> EditReport:
     """Put `ids` in place of tokens `start ... end - 1`, and return the report; see `SessionEdits`.
 
-    span_name: of the span that is replaced. progress, defers_last: see `prepare_edit`.
+    span_name: of the span that is replaced. progress, complete: see `prepare_edit`.
     Raises InvalidArgument if `progress` changed the session.
     """
     started = time.perf_counter()  # no local holds core.memory, or its cells could not be freed
     guard = StateGuard(core)
     core.state.check_first_prompt(len(ids))
     finish, num_evaluated = prepare_edit(
-        *(core.memory, start, end, ids, recompute, core.prefill_step, progress, defers_last)
+        *(core.memory, start, end, ids, recompute, core.prefill_step, progress, complete)
     )
     with session_transaction([core]) as (state,):
         guard.require_unchanged()
@@ -126,13 +129,13 @@ def prepare_edit(
     recompute: Recompute,
     prefill_step: int,
     progress: Callable[[int], None] | None = None,
-    defers_last: bool = False,
+    complete: InPlaceCompletion = InPlaceEdit.apply,
 ) -> tuple[EditCompletion, int]:
     """Evaluate all but the last token of an edit: `ids` in place of tokens `start ... end - 1`.
 
     The memory does not change. Also returns how many tokens the whole edit evaluates. progress:
-    called after each step with the number of tokens in it. defers_last: whether an edit in place
-    leaves the last token to `evaluate_placed`, because others follow.
+    called after each step with the number of tokens in it. complete: applies an edit in place;
+    `InPlaceEdit.apply_deferred` where others follow.
     Raises InvalidArgument for a range that is out of bounds or no longer remembered, and
     ContextFull if the result would not fit.
     """
@@ -142,7 +145,7 @@ def prepare_edit(
     if end < total and recompute == "none":
         _require_cells_only(memory)
         edit = InPlaceEdit.prepare(memory, scope, prefill_step, progress)
-        return edit.apply_deferred if defers_last else edit.apply, len(ids) + 1
+        return partial(complete, edit), len(ids) + 1
     memory.require_room(scope.growth)
     pins = [scope.pinned] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
     edited_memory, num_evaluated = evaluate_suffix(

@@ -81,7 +81,7 @@ class TurnTemplate:
 
     @cached_property
     def _placeholder_turn(self) -> str:
-        """What the template writes after an answer, with the placeholder of most questions."""
+        """The text between an answer and the next one, with a placeholder as the question."""
         return self._render_after_answer(_QUESTION_PLACEHOLDER)
 
     def _render_after_answer(self, question: str) -> str:

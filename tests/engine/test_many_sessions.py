@@ -1,4 +1,4 @@
-"""What depends on all sessions of an owner, of whom some have thousands."""
+"""Order, limits and totals of an owner's sessions are found in few steps."""
 
 from random import Random
 from types import SimpleNamespace
