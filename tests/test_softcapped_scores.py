@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from methods.candidates import HEAD_INDICES, attention_shares, random_candidates
-from models.test_families import open_model, write_checkpoint
+from models.family_checkpoints import open_model, write_checkpoint
 from small_models import small_model
 from torch import Tensor
 

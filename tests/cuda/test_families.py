@@ -20,7 +20,7 @@ def test_logits_equal_those_of_transformers_and_of_a_cpu(
     family: str, tmp_path: Path, device: torch.device
 ) -> None:
     pytest.importorskip("transformers")
-    from models.test_families import TOKENS, write_checkpoint
+    from models.family_checkpoints import TOKENS, write_checkpoint
 
     try:
         reference = write_checkpoint(tmp_path, family).to(device)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models.test_families import open_model
+from models.family_checkpoints import open_model
 from models.test_text_part import IMAGES
 from random_configs import class_defaults, family_name, random_config
 from safetensors.torch import load_file, save_file

@@ -3,8 +3,8 @@
 from contextlib import suppress
 
 import pytest
+from page.chat_actions import box
 from page.conftest import create
-from page.test_chat import box
 from playwright.sync_api import Error, Page, Route, expect
 from server.conftest import RunningServer
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from page.chat_actions import box, settings, spans, start, texts, turns
 from page.conftest import create
-from page.test_chat import box, settings, spans, start, texts, turns
 from page.test_drafts import hold_turns
 from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from page.test_chat import box, settings, spans, start, texts, turns, wait_until_idle
+from page.chat_actions import box, settings, spans, start, texts, turns, wait_until_idle
 from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
 

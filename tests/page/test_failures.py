@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from page.chat_actions import box, start
 from page.conftest import create
-from page.test_chat import box, start
 from page.test_drafts import hold_turns
 from playwright.sync_api import Page, expect
 from server.conftest import RunningServer

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from page.chat_actions import box, start, wait_until_idle
 from page.conftest import create
-from page.test_chat import box, start, wait_until_idle
 from page.test_connection import end_events
 from page.test_drafts import hold_turns
 from playwright.sync_api import Page, expect

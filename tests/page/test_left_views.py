@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
+from page.chat_actions import box, settings, turns
 from page.conftest import create
-from page.test_chat import box, settings, turns
 from playwright.sync_api import Page, Route, expect
 from server.conftest import RunningServer
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from page.chat_actions import focus_by_tab
 from page.conftest import open_page, wait_until
 from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer, running_server
@@ -292,16 +293,6 @@ def test_the_page_works_by_keyboard_alone(page: Page, client: httpx.Client) -> N
     page.keyboard.press("Enter")
     expect_status(page, "Pinned")
     assert {"standing": "pinned", "start": last - 6, "count": 4} in memory(client, name)["runs"]
-
-
-def focus_by_tab(page: Page, selector: str) -> None:
-    """Press Tab until an element has the focus."""
-    expected = page.locator(selector)
-    for _ in range(200):
-        if expected.evaluate("(element) => element === document.activeElement"):
-            return
-        page.keyboard.press("Tab")
-    raise AssertionError(f"the Tab key does not reach {selector}")
 
 
 VIEWS = (

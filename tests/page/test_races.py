@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from page.chat_actions import box, start, turns, wait_until_idle
 from page.conftest import create
-from page.test_chat import box, start, turns, wait_until_idle
 from page.test_left_views import hold, wait_for
 from page.test_undo import card_button, open_chat, say, text_of
 from playwright.sync_api import Page, Route, expect

@@ -1,7 +1,7 @@
 """Web UI: the way to new text from further up in a conversation."""
 
+from page.chat_actions import box
 from page.conftest import create, wait_until
-from page.test_chat import box
 from playwright.sync_api import Page, expect
 from server.conftest import RunningServer
 

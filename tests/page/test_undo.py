@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from page.test_chat import box, settings
+from page.chat_actions import box, settings
 from playwright.sync_api import Page, expect
 from server.conftest import RunningServer
 
