@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.cache import Segment, are_in
+from kvkeep.cache.cell_runs import split_by
 from kvkeep.session.session import Session
 from tests.examples import examples
 
@@ -68,7 +69,7 @@ def test_views_of_all_cells_are_those_of_each_cell(
         calls.append(len(ranks))
         return (ranks < keep) | are_in(serials, chosen)
 
-    runs = session.cache.split_by(matches)
+    runs = split_by(session.cache.segments, matches)
     assert runs == runs_cell_by_cell(session, keep, chosen)
     assert calls == [len(session.cache.serials())]  # in one call
 
@@ -76,7 +77,7 @@ def test_views_of_all_cells_are_those_of_each_cell(
 def test_a_session_without_tokens_has_no_status() -> None:
     session = MODEL.session(64)
     assert session.token_status == []
-    assert session.cache.split_by(lambda ranks, serials: are_in(serials, {1})) == []
+    assert split_by(session.cache.segments, lambda ranks, serials: are_in(serials, {1})) == []
     session.feed([1, 2, 3])
     session.rewind(3)
     assert session.token_status == []

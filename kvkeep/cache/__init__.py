@@ -2,7 +2,8 @@
 
 from kvkeep.cache.attention import AttentionConfig, softcapped
 from kvkeep.cache.block import NO_TOKEN, Block, Cells
-from kvkeep.cache.cache import KVCache, are_in
+from kvkeep.cache.cache import KVCache
+from kvkeep.cache.cell_runs import are_in
 from kvkeep.cache.layout import BITS, Bits, Layout
 from kvkeep.cache.observer import Queries
 from kvkeep.cache.ragged import RaggedCells

@@ -1,6 +1,6 @@
 """A decode step of several caches in one forward: one token of each, or some tokens of one cache.
 
-The rows of the forward are independent sequences, but for tokens of one cache (`KVCache.row_steps`,
+The rows of the forward are independent sequences, but for tokens of one cache (`row_steps`,
 computed by the compiled kernels only). Each cache prepares what its own token sees.
 Storage that several of them see, such as the prompt that forks share, is read once for all: their
 queries are the rows of one attention call.

@@ -207,7 +207,7 @@ class DecodeStep(Step):
     slot_tensors: the key and value in that slot, both `[layers, kv_heads, head_dim]`.
     overwrites_oldest: whether the slot is that of the oldest cell, as in a full ring.
 
-    Of several steps of one cache in one forward (`KVCache.row_steps`):
+    Of several steps of one cache in one forward (`row_steps`):
 
     follows: whether the step before in the forward is of the token before, in the same cache.
     keeps_states: whether `recurrent_states` after this token are wanted, though others follow.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, are_in, merge_segments
+from kvkeep.cache.cell_runs import split_by
 from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import BEST_UNCALIBRATED, make_method
 from kvkeep.compression.methods.apply import (
@@ -177,7 +178,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     return compressed_memory, report
 
 
-# Segment, whether its cells stay unchanged, first cell, count: see `KVCache.runs`.
+# Segment, whether its cells stay unchanged, first cell, count: see `split_by`.
 _Run: TypeAlias = tuple[Segment, bool, int, int]
 _RunResult: TypeAlias = tuple[list[Cells], list[Compression]]
 # All runs, and the results of those to compress, computed as the iterator is consumed.
@@ -266,11 +267,12 @@ def _split_into_runs(
     Raises InvalidArgument if no cell of a run would remain.
     """
     cells = memory.cache.cells
-    runs = memory.cache.split_by(
+    runs = split_by(
+        memory.cache.segments,
         lambda ranks, serials: (
             (serials != NO_TOKEN)
             & ((ranks < SINK_CELLS) | (ranks >= cells - recent) | are_in(serials, pins))
-        )
+        ),
     )
     unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
     remaining_cells = math.ceil(cells / ratio) - unchanged_cells

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import KVCache, Window
 from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.row_steps import row_capacity, row_steps
 from kvkeep.cache.segment import MIN_GROWTH
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compression.methods.apply import Compression
@@ -71,7 +72,7 @@ class StepTransaction:
         for memory, chunk in zip(memories, chunks, strict=True):
             cache, count = memory.cache, len(chunk)
             if grouped and count > 1:
-                steps += self._cache_steps.enter_context(cache.row_steps(count, sampled)).steps
+                steps += self._cache_steps.enter_context(row_steps(cache, count, sampled)).steps
             else:
                 steps.append(self._cache_steps.enter_context(cache.step(count, sampled)))
         decode_steps = [step for step in steps if isinstance(step, DecodeStep)]
@@ -208,10 +209,10 @@ def evaluate_chunk(
     """
     cells_before, count = memory.cache.cells, len(chunk)
     as_rows = 1 < count <= memory.decoder.executor.row_limit
-    row_capacity = memory.cache.row_capacity if as_rows else count
+    max_rows = row_capacity(memory.cache) if as_rows else count
     parts, compressions = list[Tensor](), list[Compression]()
-    for first in range(0, count, row_capacity):
-        ids = chunk[first : first + row_capacity]
+    for first in range(0, count, max_rows):
+        ids = chunk[first : first + max_rows]
         with StepTransaction([memory], [ids], sampled, grouped=as_rows) as transaction:
             last = is_last and first + len(ids) == count
             hidden, logits = _forward(memory.decoder, transaction.tokens, transaction.step, last)
@@ -355,8 +356,8 @@ def evaluate_into_segment(
         step_ids = ids[first : first + step_size]
         with torch.inference_mode():
             tokens = torch.tensor(step_ids, dtype=torch.int64, device=cache.layout.device)
-            if 1 < len(tokens) <= min(decoder.executor.row_limit, cache.row_capacity):
-                with cache.row_steps(len(tokens)) as rows:
+            if 1 < len(tokens) <= min(decoder.executor.row_limit, row_capacity(cache)):
+                with row_steps(cache, len(tokens)) as rows:
                     _forward(decoder, tokens, GroupStep(rows.steps))
             else:
                 with cache.step(len(tokens)) as step:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.cache import Bits, Cells, Segment
 from kvkeep.cache.checkpoint import Checkpoint, Checkpoints
+from kvkeep.cache.restoring import restored_cache, restored_checkpoint
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
@@ -95,14 +96,15 @@ class Memory:
         """Return the memory with a state. Raises ValueError if it is impossible for this model."""
         memory = cls(decoder, policy, bits)
         layout, device = memory.cache.layout.plain, memory.cache.layout.device
-        memory.cache = memory.cache.restore(state.cache)
+        memory.cache = restored_cache(memory.cache, state.cache)
         state.check(decoder.spec, layout)
         policy.check_contents(memory.cache)
         local_cache = memory.cache.local_cache
         local_layout = None if local_cache is None else local_cache.layout
         state.checkpoints.check(state.cache, len(state.tokens), local_layout)
-        entries = map(memory.cache.restore_checkpoint, state.checkpoints.entries)
-        memory.checkpoints = replace(state.checkpoints, entries=tuple(entries))
+        checkpoints = state.checkpoints.entries
+        entries = tuple(restored_checkpoint(memory.cache, each) for each in checkpoints)
+        memory.checkpoints = replace(state.checkpoints, entries=entries)
         memory.tokens = memory.tokens.extended(state.tokens.tolist())
         memory.serials = memory.serials.extended(state.serials.tolist())
         memory.pins = frozenset(state.pins)
@@ -439,7 +441,7 @@ class Memory:
             )
         memory = copy.copy(self)
         # Not a fork, which cuts its cells where it begins and so changes the order of sums.
-        memory.cache = self.cache.restore(self.cache.state())
+        memory.cache = restored_cache(self.cache, self.cache.state())
         memory.drop_newest(total - count)
         if checkpoint:
             memory.cache.load_checkpoint(checkpoint)

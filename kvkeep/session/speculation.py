@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.row_steps import row_steps
 from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
@@ -247,7 +248,7 @@ def _evaluate(
     runs, ends = list[SampledRun](), [0, *accumulate(map(len, rows))]
     with ExitStack() as stack:
         all_steps = [
-            stack.enter_context(each.cache.row_steps(len(chunk), True, revertible=len(chunk) > 1))
+            stack.enter_context(row_steps(each.cache, len(chunk), True, revertible=len(chunk) > 1))
             for each, chunk in zip(memories, rows, strict=True)
         ]
         hidden = decoder.forward(

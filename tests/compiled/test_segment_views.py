@@ -9,6 +9,7 @@ from packed_model import packed_model, spec_of
 
 from kvkeep import SessionGroup
 from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.row_steps import row_steps
 from kvkeep.compiled import step as described_steps
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.errors import KvkeepError
@@ -134,7 +135,7 @@ def test_rows_of_one_cache_see_each_segment_at_their_own_positions(
         with torch.inference_mode():
             assert memory.policy.open(memory.cache, len(tokens)) == len(tokens)
             if session is together:
-                with memory.cache.row_steps(len(tokens)) as rows:
+                with row_steps(memory.cache, len(tokens)) as rows:
                     results.append(memory.decoder.forward(tokens, GroupStep(rows.steps)))
                 continue
             hidden = []

@@ -25,7 +25,7 @@ class Executor(Protocol):
     """Computes a model's forward pass over a step, which a cache or a group of caches has opened.
 
     name: identifies how it computes; executors differ in where they round.
-    row_limit: the most tokens of one cache that it evaluates as rows (`KVCache.row_steps`), each to
+    row_limit: the most tokens of one cache that it evaluates as rows (`row_steps`), each to
         the bit as if it were alone; 0 if it does not.
     """
 
