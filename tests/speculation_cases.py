@@ -26,6 +26,7 @@ if __name__ == "__main__":  # as tests import each other
 from test_small_steps import EXACT, KINDS, PROMPT, SETTINGS, model_of, require_same_bits
 
 from kvkeep import Sampling
+from kvkeep.session.checkpoints import num_rewindable
 from kvkeep.session.drafts import Draft, DraftPlanner, NgramIndex, Offer
 from kvkeep.session.session import Session
 from kvkeep.session.speculation import Speculation, end_check, sample_runs
@@ -217,7 +218,7 @@ def _change(random: Random, pairs: Sequence[tuple[Session, Session]]) -> None:
     """Rewind, fork or restore some sessions, in the same way with and without speculation."""
     for pair in pairs:
         back = random.randint(0, 2)
-        if pair[0].core.memory.num_rewindable > back + 1:
+        if num_rewindable(pair[0].core.memory) > back + 1:
             for session in pair:
                 session.rewind(back)
             _require_same(*pair)

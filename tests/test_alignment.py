@@ -22,6 +22,7 @@ from kvkeep.session.alignment import (
     changed_ranges,
     plan_alignment,
 )
+from kvkeep.session.held_tokens import is_edited_in_place
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import equal_runs
 from tests.examples import examples
@@ -117,7 +118,7 @@ def test_aligned_session_holds_the_text_as_after_the_same_edits(pair, rereads, i
     assert session.tokens == new
     if report.mode == "in_place":
         assert (report.seams, report.kept, report.moved) == (plan.seams, plan.kept, plan.moved)
-        assert session.core.memory.was_edited_in_place
+        assert is_edited_in_place(session.cache, session.core.memory.serials)
     assert counted == report.evaluated
     assert same(whole_state(original), before)
     if report.mode == "in_place":
@@ -207,7 +208,7 @@ def test_a_text_that_saves_too_little_is_evaluated_exactly():
     assert (report.mode, report.seams, report.moved) == ("exact", 0, 0)
     assert report.reason == "it would save 224 tokens; 256 or more must be saved"
     assert session.tokens == new
-    assert not session.core.memory.was_edited_in_place
+    assert not is_edited_in_place(session.cache, session.core.memory.serials)
     torch.testing.assert_close(session.logits, fresh.logits, atol=1e-4, rtol=1e-4)
     assert session.align(new, mode="exact").evaluated <= 2
 

@@ -25,6 +25,8 @@ from kvkeep.cache.checkpoint import Checkpoint
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import StepGrid
 from kvkeep.engine.usage import MissReason, Reuse
+from kvkeep.session.checkpoints import holds_beginning, usable_checkpoint
+from kvkeep.session.held_tokens import is_edited_in_place
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import common_length
 from kvkeep.storage.prefixes.block import (
@@ -215,7 +217,7 @@ def _match_record(
     ids: NDArray[np.int32], record: SessionRecord, empty_session: Session, may_take_over: bool
 ) -> Match:
     """Match a prompt. may_take_over: whether the session itself may hold it, rather than a copy."""
-    session = record.live
+    session, memory = record.live, record.live.core.memory
     # The session's text may be much longer than the prompt.
     common_tokens = common_length(session.tokens.first(len(ids)).array(), ids)
     if common_tokens == 0:
@@ -223,7 +225,7 @@ def _match_record(
     if reuse_settings(session) != reuse_settings(empty_session):
         return Match(common_tokens=common_tokens, reason="settings")
     # A session from a file, or one that was added, may have been edited without the engine.
-    if record.first_edit or session.core.memory.was_edited_in_place:
+    if record.first_edit or is_edited_in_place(memory.cache, memory.serials):
         return Match(common_tokens=common_tokens, reason="edited")
     limit = min(common_tokens, len(ids) - 1)  # at least one token is left to evaluate
     if resumed_tokens := _resumed_tokens(record, limit, may_take_over):
@@ -248,11 +250,11 @@ def _resumed_tokens(record: SessionRecord, limit: int, may_take_over: bool) -> i
     min_length = record.sampled_length - record.droppable_tokens
     if record.busy or not ends_with_answer or limit < min_length:
         return 0
-    if (may_take_over and limit == len(memory.tokens)) or memory.holds_beginning(limit):
+    if (may_take_over and limit == len(memory.tokens)) or holds_beginning(memory, limit):
         return limit
-    checkpoint = memory.usable_checkpoint(limit)
+    checkpoint = usable_checkpoint(memory, limit)
     length = checkpoint.num_tokens if checkpoint else 0
-    return length if length >= max(1, min_length) and memory.holds_beginning(length) else 0
+    return length if length >= max(1, min_length) and holds_beginning(memory, length) else 0
 
 
 def _reusable_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
@@ -280,7 +282,7 @@ def _end_of_reuse(record: SessionRecord, max_tokens: int) -> int:
     """
     memory = record.live.core.memory
     while memory.overwrites and max_tokens:
-        checkpoint = memory.usable_checkpoint(max_tokens)
+        checkpoint = usable_checkpoint(memory, max_tokens)
         if checkpoint is None:
             return 0
         if record.end_of_last_step(checkpoint.num_tokens) == checkpoint.num_tokens:

@@ -16,6 +16,7 @@ from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import ReuseReport
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.alignment import AlignmentOptions
+from kvkeep.session.checkpoints import num_rewindable
 from kvkeep.session.session import Session
 from kvkeep.session.token_diff import common_length
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -124,7 +125,7 @@ class SessionOperations:
             common = common_length(record.live.tokens.array(), prompt[:-1])
             removed, memory = len(record.live.tokens) - common, record.live.core.memory
             # Of a text that differs early, exact reuse may hold more.
-            is_usable = removed < common and (not removed or removed < memory.num_rewindable)
+            is_usable = removed < common and (not removed or removed < num_rewindable(memory))
             if is_usable and (best is None or common > best[0]):
                 best = common, record
         if best is None:

@@ -12,6 +12,7 @@ from kvkeep.session.alignment import (
     changed_ranges,
     plan_alignment,
 )
+from kvkeep.session.checkpoints import max_rewind, take_checkpoint
 from kvkeep.session.core import SessionCore, SessionState, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.editing import evaluate_suffix
@@ -118,7 +119,7 @@ def _aligned_in_place(
     for count in _steps(memory, plan, retained, core.prefill_step):
         if progress:
             progress(count)
-    memory.take_checkpoint()
+    take_checkpoint(memory)
     evaluate_all(memory, plan.tail.ids, core.prefill_step, progress=progress)
     retained.apply(memory)
     return memory
@@ -137,7 +138,7 @@ def _aligned_exactly(
     memory, total = core.memory.fork(), len(core.memory.tokens)
     kept = common_length(memory.tokens.array(), target[:-1])
     core.state.check_first_prompt(len(target))
-    if total - kept > memory.max_rewind:  # the beginning was evicted: evaluate all on its own
+    if total - kept > max_rewind(memory):  # the beginning was evicted: evaluate all on its own
         memory.clear()
         kept = total = 0
     memory.require_room(len(target) - total)

@@ -7,6 +7,7 @@ before the last two places alone.
 """
 
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.checkpoints import take_checkpoint
 from kvkeep.session.memory import Memory
 from kvkeep.session.rendering import overlap_length
 
@@ -24,7 +25,7 @@ def keep_answer_end(
         ends_text = token in end_ids or codec.is_control(token)
         is_longer_run = not ends_text and _may_be_cut_off(codec, memory.tokens[-1], ())
         if not (is_longer_run and memory.checkpoints.answer_ends):
-            memory.take_checkpoint(at_answer_end=True)
+            take_checkpoint(memory, at_answer_end=True)
 
 
 def may_end_answer(

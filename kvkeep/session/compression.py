@@ -27,6 +27,7 @@ from kvkeep.compression.methods.residual import FitContext
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.checkpoints import drop_unusable_checkpoints, num_rewindable
 from kvkeep.session.evaluation import evaluate_all, reevaluate_last
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import QuerySample, cell_tokens, reconstruction_scores
@@ -172,7 +173,7 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     compressed_memory = memory.successor()
     new_cache = compressed_memory.cache
     new_cache.segments = merge_segments(segments)
-    compressed_memory.drop_unusable_checkpoints()
+    drop_unusable_checkpoints(compressed_memory)
     sizes = (cells_before, new_cache.cells, bytes_before, new_cache.nbytes)
     report = CompressionReport(plan.method.name, budget, plan.ratio, *sizes, tuple(chunks))
     return compressed_memory, report
@@ -385,7 +386,7 @@ def _report_progress(plan: CompressionPlan, cells: int) -> None:
 
 def reevaluate_newest_queries(memory: Memory) -> Queries | None:
     """Return queries of the newest tokens, evaluated again in a fork. Raises InvalidArgument."""
-    count = min(MAX_QUERIES, memory.num_rewindable - 1)
+    count = min(MAX_QUERIES, num_rewindable(memory) - 1)
     if count < 1:
         raise InvalidArgument(
             "this method scores cells by the queries of recent uncompressed tokens, and the "

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.checkpoints import num_rewindable, require_rewind, take_checkpoint
 from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.evaluation import (
@@ -83,9 +84,9 @@ def rewind(
     if not count:
         return []  # without a new state
     guard, refilled = StateGuard(core), None
-    is_clear = count == len(core.memory.tokens) > core.memory.num_rewindable
+    is_clear = count == len(core.memory.tokens) > num_rewindable(core.memory)
     if not is_clear:
-        core.memory.require_rewind(count)
+        require_rewind(core.memory, count)
         step_size = min(core.prefill_step, REFILL_STEP_TOKENS)
         refilled = refilled_before(core.memory, count, step_size, progress)
     with session_transaction([core]) as (state,):
@@ -170,13 +171,13 @@ def evaluate_suffix(
     if tokens from `start` on are not held.
     """
     count, edited_memory = len(memory.tokens) - start, memory.fork()
-    memory.require_rewind(count)
+    require_rewind(memory, count)
     _, last_ids, pinned = edited_memory.rewind(count)
     step_size = min(prefill_step, REFILL_STEP_TOKENS)
     num_refilled = reevaluate_last(edited_memory, last_ids, pinned, None, step_size, progress)
     if keep is not None:
         edited_memory.change_policy(keep=keep)
-    edited_memory.take_checkpoint()
+    take_checkpoint(edited_memory)
     for pinned, run in itertools.groupby(zip(pins, ids, strict=True), itemgetter(0)):
         run_ids = [token for _, token in run]
         evaluate_run = _evaluate_and_pin if pinned else evaluate_all

@@ -13,6 +13,7 @@ from kvkeep.session.alignment import (
     AlignmentOptions,
     AlignmentReport,
 )
+from kvkeep.session.checkpoints import take_back
 from kvkeep.session.core import SessionCore, session_transaction
 from kvkeep.session.editing import EditReport, Recompute, edit_tokens, remove_forgotten, rewind
 from kvkeep.types import AlignmentMode
@@ -183,5 +184,5 @@ class SessionEdits:
         There are no logits until more is fed. Raises InvalidArgument if earlier ones were evicted.
         """
         with session_transaction([self.core]) as (state,):
-            state.memory.take_back(validation.integer("count", count, 0))
+            take_back(state.memory, validation.integer("count", count, 0))
             state.truncate_spans(len(state.memory.tokens))

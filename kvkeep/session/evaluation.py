@@ -17,6 +17,7 @@ from kvkeep.compression.methods.apply import Compression
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import require_finite
+from kvkeep.session.checkpoints import take_checkpoint, usable_checkpoint
 from kvkeep.session.memory import Memory
 
 REFILL_STEP_TOKENS = 512  # evaluated again at a time for local layers and states
@@ -140,7 +141,7 @@ def evaluate_all(
     """
     for step in evaluate(memory, ids, prefill_step):
         if len(memory.tokens) - memory.checkpoints.newest_end >= prefill_step:
-            memory.take_checkpoint()
+            take_checkpoint(memory)
         if progress:
             progress(step.hidden.shape[0])
     if pinned:
@@ -168,10 +169,10 @@ def evaluate_prompt_step(
     """
     memory.require_room(len(ids) - done)
     if not done:
-        memory.take_checkpoint()
+        take_checkpoint(memory)
     result = evaluate_step(memory, ids, done, end, sampled)
     if done + len(result.hidden) == end:
-        memory.take_checkpoint()
+        take_checkpoint(memory)
     return result
 
 
@@ -307,7 +308,7 @@ def refill_overwritten(
     local = memory.cache.local_cache
     if local is not None and local.window.size is not None and max_local_windows is not None:
         count = min(count, max_local_windows * local.window.size)
-    if max_local_windows is None and (newest := memory.usable_checkpoint(len(memory.tokens))):
+    if max_local_windows is None and (newest := usable_checkpoint(memory, len(memory.tokens))):
         count, checkpoint = len(memory.tokens) - newest.num_tokens, newest
     scratch_cache = memory.cache.fork()
     scratch_cache.observer, scratch_cache.window = None, Window()

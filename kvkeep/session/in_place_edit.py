@@ -21,6 +21,7 @@ from kvkeep.session.evaluation import (
     reevaluate_last,
     refill_overwritten,
 )
+from kvkeep.session.held_tokens import exact_serials
 from kvkeep.session.memory import Memory
 
 LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
@@ -179,7 +180,7 @@ def _end_position(memory: Memory, scope: EditScope) -> int:
     the kept ones at positions 2 and 3. Deleting 0 and 1 ends at 4, and so does inserting after 1.
     """
     start, end, first = scope.start, scope.end, scope.cells_before
-    held, serials = memory.exact_serials(), memory.serials
+    held, serials = exact_serials(memory.cache.segments), memory.serials
     if end > start:
         if held[first : first + end - start].tolist() == serials[start:end]:
             return _seen_position(memory.cache, first + end - start - 1) + 1

@@ -4,20 +4,18 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvkeep import validation
 from kvkeep.cache import Bits, Cells, Segment
-from kvkeep.cache.checkpoint import Checkpoint, Checkpoints
+from kvkeep.cache.checkpoint import Checkpoints
 from kvkeep.cache.restoring import restored_cache, restored_checkpoint
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.policies import Policy, checked_bits
+from kvkeep.session.held_tokens import count_exact, count_newest_held
 from kvkeep.session.history import History
 from kvkeep.storage.snapshots.memory_state import MemoryState
 
@@ -139,93 +137,19 @@ class Memory:
                 f"tokens instead of cells, which cannot be changed; {alternative}"
             )
 
-    def require_rewind(self, count: int) -> None:
-        """Raise InvalidArgument if the last `count` tokens cannot be removed by a rewind."""
-        if count == 0:
-            return
-        rewindable, total, maximum = self.num_rewindable, len(self.tokens), self.max_rewind
-        if 0 <= count <= maximum:
-            return
-        if maximum == total:
-            raise InvalidArgument(f"rewind takes 0 to {total} tokens; found {count}")
-        raise InvalidArgument(
-            f"rewind takes 0 to {maximum} tokens, or all {total}; found {count}: only the last "
-            f"{rewindable} are in the cache without a gap, and one must remain"
-        )
-
     @property
     def num_held(self) -> int:
         """The number of newest tokens held without a gap, outside self-extend's groups."""
-        segments = [s for s in self.cache.segments if s.position_map.group == 1]
-        if not segments:
-            return 0
-        held = torch.cat([segment.live_serials().cpu() for segment in segments]).numpy()
-        serials = np.frombuffer(self.serials.last(len(held)), dtype=np.int64)
-        count = len(serials)
-        differing = np.flatnonzero(held[len(held) - count :] != serials)
-        return int(count - 1 - differing[-1]) if len(differing) else count
-
-    def exact_serials(self) -> NDArray[np.int64]:
-        """Return the serials of the uncompressed cells, which are in the order of the tokens."""
-        parts = [s.live_serials() for s in self.cache.segments if not s.compressed]
-        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+        return count_newest_held(self.cache.segments, self.serials)
 
     def count_exact(self, start: int, end: int) -> int:
         """Return how many of tokens `start ... end - 1` have a cell of their own."""
-        held = self.exact_serials()
-        return self._count_cells_before(held, end) - self._count_cells_before(held, start)
-
-    def _count_cells_before(self, held: NDArray[np.int64], index: int) -> int:
-        """Return how many of the cells with serials `held` are of tokens before token `index`.
-
-        A cell of that token or of the one before it is found by one comparison with each serial.
-        """
-        for neighbour, offset in ((index, 0), (index - 1, 1)):
-            if 0 <= neighbour < len(self.serials):
-                (ranks,) = np.nonzero(held == self.serials[neighbour])
-                if len(ranks):
-                    return int(ranks[0]) + offset
-        earlier = np.frombuffer(self.serials.first(index).array(), dtype=np.int64)
-        return int(np.count_nonzero(np.isin(held, earlier)))
-
-    @property
-    def num_rewindable(self) -> int:
-        """The number of newest tokens that can be removed, plus one that is evaluated again.
-
-        Those that are held without a gap. If layers keep states, only those since the oldest
-        checkpoint, unless all tokens are held: then states are computed anew from the beginning.
-        """
-        held, total = self.num_held, len(self.tokens)
-        if not self.decoder.spec.keeps_states or held == total:
-            return held
-        usable = [c.num_tokens for c in self.checkpoints.entries if total - c.num_tokens <= held]
-        return total - usable[0] if usable else 0
-
-    @property
-    def max_rewind(self) -> int:
-        """The number of newest tokens that a rewind can remove, unless it removes all."""
-        rewindable = self.num_rewindable
-        return rewindable if rewindable == len(self.tokens) else max(0, rewindable - 1)
+        return count_exact(self.cache.segments, self.serials, start, end)
 
     @property
     def holds_all(self) -> bool:
         """Whether all tokens are held; in local layers those of a window."""
         return self.num_held == len(self.tokens) and self.holds_overwritten()
-
-    @property
-    def was_edited_in_place(self) -> bool:
-        """Whether some cells may have been computed with other earlier tokens than they have now.
-
-        The clock counts tokens as they came, and those that were put between others have newer
-        serials than the ones after them. Where as many were removed as inserted, the cells in
-        between are seen at another distance; after an eviction, all anchors are.
-        """
-        serials = np.frombuffer(self.serials.array(), dtype=np.int64)
-        if self.cache.time != len(serials) or bool((np.diff(serials) < 0).any()):
-            return True
-        maps = [segment.position_map for segment in self.cache.segments]
-        is_moved = any(each.group == 1 and each.offset for each in maps)
-        return is_moved and self.cache.cells == len(serials)
 
     def holds_overwritten(self, removed_count: int = 0) -> bool:
         """Whether the next token would find whole local windows, and states, after a removal.
@@ -281,7 +205,7 @@ class Memory:
         # The clock of earlier tokens moves unless as many are inserted as removed.
         self.checkpoints = self.checkpoints.up_to(start if len(ids) == end - start else 0)
 
-    # Checkpoints
+    # Storage
 
     @property
     def nbytes(self) -> int:
@@ -301,50 +225,6 @@ class Memory:
         mappings += [each.recurrent_states for each in self.checkpoints.entries]
         states = [state for mapping in mappings for state in mapping.values()]
         return list({id(state): state for state in states}.values())
-
-    def take_checkpoint(self, at_answer_end: bool = False) -> None:
-        """Copy what later tokens overwrite, if anything, to come back to this token.
-
-        at_answer_end: whether a sampled answer may end here: see `Checkpoints.answer_ends`.
-
-        Drops checkpoints that can no longer be used, since tokens have been evicted or compressed.
-        """
-        if not (self.overwrites and self.checkpoints.max_bytes > 0 and self.tokens):
-            return
-        oldest, total = self._oldest_usable(), len(self.tokens)
-        self.checkpoints = self.checkpoints.from_(oldest)
-        if oldest <= total and self.holds_overwritten():
-            checkpoint, present = self.cache.checkpoint(total), self.checkpoints
-            add = present.with_answer_end if at_answer_end else present.added
-            self.checkpoints = add(checkpoint)
-
-    def drop_unusable_checkpoints(self) -> None:
-        """Drop checkpoints that evicted or compressed tokens have made useless."""
-        self.checkpoints = self.checkpoints.from_(self._oldest_usable())
-
-    def _oldest_usable(self) -> int:
-        """Return after how many tokens, at least, a checkpoint can be used."""
-        segments, total = self.cache.segments, len(self.tokens)
-        is_changed = any(s.compressed or s.position_map.group > 1 for s in segments)
-        if not is_changed and self.cache.cells >= total:
-            return 0
-        held = self.num_held
-        return total - held if self.decoder.spec.keeps_states or held == total else total + 1
-
-    def usable_checkpoint(self, num_tokens: int) -> Checkpoint | None:
-        """Return the newest checkpoint after at most `num_tokens` tokens, if it is still true.
-
-        None if later tokens are not held without a gap; and for local windows if any tokens were
-        evicted, because these windows may contain what they said.
-        """
-        checkpoint, total = self.checkpoints.newest(num_tokens), len(self.tokens)
-        if checkpoint is None:
-            return None
-        num_later = total - checkpoint.num_tokens
-        # An edit in place moves the clock of the tokens before it.
-        is_same_time = checkpoint.time == self.cache.time - num_later
-        num_needed = num_later if self.decoder.spec.keeps_states else total
-        return checkpoint if is_same_time and num_needed <= self.num_held else None
 
     # Removing the newest tokens
 
@@ -379,25 +259,6 @@ class Memory:
             self.unpin(len(self.serials) - 1, len(self.serials))
         return self.drop_newest(len(last_serials)), pinned
 
-    def take_back(self, count: int) -> None:
-        """Remove the last `count` tokens, and the logits, without evaluating any token again.
-
-        Raises InvalidArgument if cells of earlier tokens were evicted, or if there are not as many.
-        """
-        total = len(self.tokens)
-        if not (count := validation.integer("count", count, 0, total)):
-            return
-        is_held = self.holds_overwritten(count)
-        checkpoint = None if is_held else self._checkpoint_at(total - count)
-        if not self.holds_beginning(total - count):
-            raise InvalidArgument(
-                f"the last {count} tokens cannot be removed: earlier cells were evicted, or layers "
-                "keep states"
-            )
-        self.drop_newest(count)
-        if checkpoint:
-            self.cache.load_checkpoint(checkpoint)
-
     def clear(self) -> list[int]:
         """Remove and return every token, held or not."""
         removed = list(self.tokens)
@@ -407,52 +268,6 @@ class Memory:
         self.cache, self.hidden, self._logits = empty.cache, None, None
         self.tokens, self.serials = empty.tokens, empty.serials
         return removed
-
-    def holds_beginning(self, count: int) -> bool:
-        """Whether all cells, local windows and states are held as they were after `count` tokens.
-
-        Windows and states are held by a checkpoint there, or still in the cache.
-        """
-        total = len(self.tokens)
-        holds_overwritten = self.holds_overwritten(total - count)
-        has_them = holds_overwritten or self._checkpoint_at(count) is not None
-        return has_them and self.num_held == total
-
-    def beginning(self, count: int) -> "Memory":
-        """Return a memory of the first `count` tokens, as if no others had come, without logits.
-
-        Its cells lie as in a memory that was given these tokens alone, so that it continues to the
-        bit as that one would; those of a fork do not. They are copied on the first write. Raises
-        InvalidArgument if these tokens are not all held.
-        """
-        held, total = self.num_held, len(self.tokens)
-        # The local windows that are held may have been computed anew, in other steps.
-        checkpoint = self._checkpoint_at(count)
-        if held != total:
-            raise InvalidArgument(
-                f"the first {count} tokens are not all in the cache: only the last {held} of "
-                f"{total} are, without a gap"
-            )
-        if not (checkpoint or self.holds_overwritten(total - count)):
-            ends = ", ".join(str(each.num_tokens) for each in self.checkpoints.entries)
-            raise InvalidArgument(
-                f"local windows or states after {count} tokens are not held: expected all {total} "
-                f"tokens, or as many as a checkpoint has ({ends or 'there is none'})"
-            )
-        memory = copy.copy(self)
-        # Not a fork, which cuts its cells where it begins and so changes the order of sums.
-        memory.cache = restored_cache(self.cache, self.cache.state())
-        memory.drop_newest(total - count)
-        if checkpoint:
-            memory.cache.load_checkpoint(checkpoint)
-            memory.checkpoints = memory.checkpoints.branched(count)
-        memory.cache.unseal()
-        return memory
-
-    def _checkpoint_at(self, num_tokens: int) -> Checkpoint | None:
-        """Return the checkpoint after so many tokens, if there is one and it is still true."""
-        checkpoint = self.usable_checkpoint(num_tokens)
-        return checkpoint if checkpoint and checkpoint.num_tokens == num_tokens else None
 
     # Policy and pins
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.storage import nbytes as storage_bytes
+from kvkeep.session.checkpoints import max_rewind, num_rewindable, usable_checkpoint
 from kvkeep.session.compression import highest_ratio
 from kvkeep.session.memory import Memory
 from kvkeep.session.spans import TokenStatus
@@ -50,7 +51,7 @@ def memory_use(memory: Memory) -> MemoryUse:
     pin_room = memory.policy.pin_room(cache, memory.pins)
     return MemoryUse(
         *(cells, windows, states, checkpoints, ends, rewound, residual, pin_room),
-        *(memory.max_rewind, _removable(memory), highest_ratio(memory)),
+        *(max_rewind(memory), _removable(memory), highest_ratio(memory)),
     )
 
 
@@ -69,7 +70,7 @@ def evaluated_by_rewind(memory: Memory, count: int) -> int | None:
     The last token that stays is evaluated for its logits, and so are all before it that windows and
     states must be computed from.
     """
-    total, rewindable = len(memory.tokens), memory.num_rewindable
+    total, rewindable = len(memory.tokens), num_rewindable(memory)
     remaining = total - count
     if remaining == 0:
         return 0
@@ -77,6 +78,6 @@ def evaluated_by_rewind(memory: Memory, count: int) -> int | None:
         return None
     if memory.holds_overwritten(count + 1):
         return 1
-    if (checkpoint := memory.usable_checkpoint(remaining - 1)) is not None:
+    if (checkpoint := usable_checkpoint(memory, remaining - 1)) is not None:
         return remaining - checkpoint.num_tokens
     return memory.num_held - count

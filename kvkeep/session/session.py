@@ -19,6 +19,7 @@ from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session import decoding
+from kvkeep.session.checkpoints import beginning
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
 from kvkeep.session.edits import SessionEdits
 from kvkeep.session.feeding import Feeding, FeedReport
@@ -315,7 +316,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         core = self.core
         count = validation.integer("count", count, 0, len(self.tokens))
         spans, whole_prompt = core.state.spans, core.state.keep_whole_prompt
-        memory, rounded = core.memory.beginning(count), core.state.rounded
+        memory, rounded = beginning(core.memory, count), core.state.rounded
         state = SessionState(memory, Sampler(), spans, whole_prompt, rounded)
         state.truncate_spans(count)
         return self._with_state(state)

@@ -11,6 +11,7 @@ from kvkeep.cache import Cells, KVCache, PositionMap
 from kvkeep.cache.checkpoint import Checkpoint, check_evaluated
 from kvkeep.errors import StoreError
 from kvkeep.loaded_model import LoadedModel
+from kvkeep.session.checkpoints import take_checkpoint
 from kvkeep.session.memory import Memory
 from kvkeep.storage.prefixes.block import CheckpointNeed, PrefixCache, PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS, kept_checkpoint_ends
@@ -66,7 +67,7 @@ class StoredPrefix:
             memory.append_evaluated(ids[: match.token_count], keys, values)
         if match.checkpoint is not None:
             memory.cache.load_checkpoint(match.checkpoint)
-            memory.take_checkpoint()
+            take_checkpoint(memory)
         self.num_reused = self.num_stored = match.token_count
         self.rounded = match.rounded if match.token_count else ""
         self.num_found, self.differs_at = match.stored_tokens, match.differs_at

@@ -17,6 +17,7 @@ from kvkeep.integrations.transformers.cache_forward import SessionBatch
 from kvkeep.integrations.transformers.model import from_transformers
 from kvkeep.policies import Policy, PolicySettings
 from kvkeep.runtime.signals import interrupts_deferred
+from kvkeep.session.checkpoints import holds_beginning
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
@@ -49,7 +50,7 @@ def _session_method(
 def _holds_before(session: Session, count: int) -> bool:
     """Whether a session's last `count` tokens can be removed."""
     memory = session.core.memory
-    return memory.holds_beginning(len(memory.tokens) - count)
+    return holds_beginning(memory, len(memory.tokens) - count)
 
 
 class KvkeepCache(SessionBatch):
