@@ -14,7 +14,7 @@ from kvkeep import Session
 from kvkeep.compression.methods.attention import attention_weights, newest_queries
 from kvkeep.model import Model
 from kvkeep.policies import Archive
-from kvkeep.session.compression import RECENT_CELLS, SINK_CELLS
+from kvkeep.session.compression_plan import RECENT_CELLS, SINK_CELLS
 from kvkeep.session.reconstruction import FIRST_PROMPT, reconstruction_scores
 
 IDS = [(17 * i * i + 5 * i) % 255 + 1 for i in range(150)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from itertools import groupby, islice
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from kvkeep.cache.block import Cells
 from kvkeep.cache.layout import Layout
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.storage import merge_small_segments
+
+# A segment, whether the cells match what it was cut by, the first cell, and how many they are.
+CellRun: TypeAlias = tuple[Segment, bool, int, int]
 
 
 def read_cells(segments: Sequence[Segment], first: int, count: int) -> list[tuple[Segment, Cells]]:
@@ -26,15 +30,15 @@ def read_cells(segments: Sequence[Segment], first: int, count: int) -> list[tupl
 
 def split_by(
     segments: Sequence[Segment], matches: Callable[[Tensor, Tensor], Tensor]
-) -> list[tuple[Segment, bool, int, int]]:
-    """Return runs of a segment's cells, each as (segment, whether they match, first, count).
+) -> list[CellRun]:
+    """Return runs of neighbouring cells that match or do not; each is of one segment.
 
     matches: called with the rank of each cell among all cells, and with its serial, `[n]` int64
     in the host's memory; returns `[n]` bool.
     """
     empty = torch.empty(0, dtype=torch.int64, device="cpu")
     parts = [segment.live_serials().cpu() for segment in segments]
-    serials, runs = torch.cat([empty, *parts]), list[tuple[Segment, bool, int, int]]()
+    serials, runs = torch.cat([empty, *parts]), list[CellRun]()
     ranks = torch.arange(len(serials), dtype=torch.int64, device="cpu")
     matched = iter(matches(ranks, serials).tolist())
     for segment, part in zip(segments, parts, strict=True):

@@ -17,7 +17,7 @@ from kvkeep.compression.methods.statistics import Surrogate, features
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Full, Sliding
-from kvkeep.session.compression import SINK_CELLS
+from kvkeep.session.compression_plan import SINK_CELLS
 from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import reconstruction_scores

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.compression.methods import best_method, make_method
 from kvkeep.evaluate.samples import Fact, Sample
 from kvkeep.policies import Archive
-from kvkeep.session.compression import default_method_name
+from kvkeep.session.compression_plan import default_method_name
 from kvkeep.session.session import Session
 
 if TYPE_CHECKING:

@@ -25,13 +25,8 @@ from kvkeep.compression.methods.kvzip import KVzip
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.policies.archive_cells import halve_distances
 from kvkeep.policies.full import Full
-from kvkeep.session.compression import (
-    SINK_CELLS,
-    CompressionPlan,
-    CompressionReport,
-    compress_memory,
-    default_method_name,
-)
+from kvkeep.session.compression import CompressionReport, compress_memory
+from kvkeep.session.compression_plan import SINK_CELLS, CompressionPlan, default_method_name
 from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.editing import Recompute, edit_tokens
 from kvkeep.session.evaluation import evaluate_placed

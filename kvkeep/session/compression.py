@@ -1,7 +1,6 @@
-"""Planning and running one compression of a whole session."""
+"""Compression of a whole session: of all cells that a plan does not leave unchanged."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
@@ -9,34 +8,26 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, are_in, merge_segments
-from kvkeep.cache.cell_runs import split_by
+from kvkeep.cache import Cells, Queries, Segment, merge_segments
+from kvkeep.cache.cell_runs import CellRun
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods import BEST_UNCALIBRATED, make_method
 from kvkeep.compression.methods.apply import (
     Compression,
-    check_budget,
     compress,
     compress_across_heads,
     split_quota,
 )
-from kvkeep.compression.methods.base import Budget, Candidates, Eviction, Method
-from kvkeep.compression.methods.kvzip import KVzap, KVzip
+from kvkeep.compression.methods.base import Budget, Candidates, Eviction
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.methods.residual import FitContext
-from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.checkpoints import drop_unusable_checkpoints, num_rewindable
+from kvkeep.session.compression_plan import CompressionPlan, planned_runs
 from kvkeep.session.evaluation import evaluate_all, reevaluate_last
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import QuerySample, cell_tokens, reconstruction_scores
 
-SINK_CELLS = 4  # first cells, which always stay: attention sinks
-RECENT_CELLS = 64  # newest cells that stay unchanged with budget "uniform"
-MIN_RECENT_CELLS = 32  # the same with budget "heads": at least
-MAX_RECENT_CELLS = 256  # the same where only repeats are compressed: at most
-HIGHEST_RATIO = 16.0  # that `highest_ratio` tries
+MAX_RECENT_CELLS = 256  # newest cells that stay where only repeats are compressed
 MIN_REPEAT_SHARE = 1 / 8  # of the remaining cells: if repeats are so many, only they are compressed
 
 
@@ -60,86 +51,6 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     chunks: tuple[Compression, ...]
-
-
-@dataclass(frozen=True)
-class CompressionPlan:
-    """The settings of one compression: see `Session.compress`.
-
-    unchanged: serials of tokens whose cells stay unchanged, as those of pinned tokens do.
-    keeps_scores: whether compressed cells keep their scores, by which they compete with others in
-        the next such compression. For methods by reconstruction scores and "heads".
-    """
-
-    method: Method
-    ratio: float
-    budget: Budget | None
-    codec: TextCodec
-    recent: int | None = None
-    seed: int = 0
-    statistics: Statistics | None = None
-    progress: Callable[[int], None] | None = None
-    unchanged: frozenset[int] = frozenset()
-    keeps_scores: bool = False
-
-    @property
-    def effective_budget(self) -> Budget:
-        return self.method.budget if self.budget is None else self.budget
-
-    def num_recent(self, num_cells: int, num_pinned: int) -> int:
-        """Return how many of the newest of `num_cells` cells stay unchanged.
-
-        By default, where heads compete, half of what remains: the following text continues from
-        them, in all heads. Less at a ratio above 4, where the older text needs the cells more.
-        """
-        if self.recent is not None:
-            return self.recent
-        return _default_recent(self.effective_budget, self.ratio, num_cells, num_pinned)
-
-    def check(self) -> None:
-        """Raise InvalidArgument if the plan is impossible for any memory."""
-        check_budget(self.method, self.effective_budget)
-        if not self.ratio > 1:
-            raise InvalidArgument(f"ratio must be above 1; found {self.ratio:g}")
-        if self.recent is not None and self.recent < 1:
-            raise InvalidArgument(f"recent must be 1 or more; found {self.recent}")
-        self.method.require_statistics(self.statistics)
-
-
-def _default_recent(budget: Budget, ratio: float, num_cells: int, num_pinned: int) -> int:
-    if budget == "uniform":
-        return RECENT_CELLS
-    remaining = num_cells / ratio - num_pinned
-    return max(MIN_RECENT_CELLS, int(remaining * min(1 / 2, 2 / ratio)))
-
-
-def highest_ratio(memory: Memory) -> float | None:
-    """Return the highest ratio that `Session.compress` takes by default, of 16, 15.5 and so on.
-
-    None if it takes none of them above 1, as with other policies than "full".
-    """
-    cells, num_pinned = memory.cache.cells, len(memory.pins)
-    if memory.policy.name != "full" or not cells:
-        return None
-    budget = make_method(default_method_name(memory, None)).budget
-    ratio = min(HIGHEST_RATIO, math.floor(2 * cells / max(1, num_pinned)) / 2)  # pins stay
-    while ratio > 1:
-        try:
-            recent = _default_recent(budget, ratio, cells, num_pinned)
-            _split_into_runs(memory, memory.pins, recent, ratio)
-        except InvalidArgument:
-            ratio -= 0.5
-        else:
-            return ratio
-    return None
-
-
-def default_method_name(memory: Memory, statistics: Statistics | None) -> str:
-    """Return the best method that the memory and the calibration's statistics allow."""
-    if statistics is not None and statistics.surrogate is not None:
-        return KVzap.name
-    compressed_before = any(segment.compressed for segment in memory.cache.segments)
-    return BEST_UNCALIBRATED if compressed_before else KVzip.name
 
 
 @torch.inference_mode()
@@ -179,16 +90,14 @@ def compress_memory(memory: Memory, plan: CompressionPlan) -> tuple[Memory, Comp
     return compressed_memory, report
 
 
-# Segment, whether its cells stay unchanged, first cell, count: see `split_by`.
-_Run: TypeAlias = tuple[Segment, bool, int, int]
 _RunResult: TypeAlias = tuple[list[Cells], list[Compression]]
 # All runs, and the results of those to compress, computed as the iterator is consumed.
-_PlannedRuns: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
+_PlannedRuns: TypeAlias = tuple[Budget, list[CellRun], Iterator[_RunResult]]
 
 
 def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
     """Plan to compress each run by the plan's method and budget."""
-    runs, remaining_cells = _planned_runs(memory, plan)
+    runs, remaining_cells = planned_runs(memory, plan)
     budget = plan.effective_budget
     sample = None
     if plan.method.residual and budget == "heads":
@@ -206,7 +115,7 @@ def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _PlannedRuns:
 
 
 def _with_queries(
-    candidates: Sequence[Candidates], runs: Sequence[_Run], queries: Queries
+    candidates: Sequence[Candidates], runs: Sequence[CellRun], queries: Queries
 ) -> list[Candidates]:
     """Return the candidates of runs with queries as they are seen from there."""
     return [
@@ -225,7 +134,7 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
         return None
     if (tokens := cell_tokens(memory)) is None:
         return None
-    runs, remaining_cells = _planned_runs(memory, plan, MAX_RECENT_CELLS)
+    runs, remaining_cells = planned_runs(memory, plan, MAX_RECENT_CELLS)
     is_repeat, masks, start = find_repeats(tokens), list[Tensor](), 0  # masks: of each run
     for _, unchanged, _, count in runs:
         if not unchanged:
@@ -243,51 +152,8 @@ def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _PlannedRuns | None:
     return "uniform", runs, results
 
 
-def _planned_runs(
-    memory: Memory, plan: CompressionPlan, max_recent: int | None = None
-) -> tuple[list[_Run], int]:
-    """Return the runs of a plan, as `_split_into_runs`.
-
-    max_recent: bounds the default number of newest cells.
-    """
-    pins = memory.pins | plan.unchanged
-    recent = plan.num_recent(memory.cache.cells, len(pins))
-    if max_recent is not None and plan.recent is None:
-        recent = min(recent, max_recent)
-    return _split_into_runs(memory, pins, recent, plan.ratio)
-
-
-def _split_into_runs(
-    memory: Memory, pins: Set[int], recent: int, ratio: float
-) -> tuple[list[_Run], int]:
-    """Return runs of cells that stay or are to be compressed, and how many of the latter remain.
-
-    The count is for each KV head. Compressed cells have no common order over heads, so none of them
-    counts as one of the newest.
-
-    Raises InvalidArgument if no cell of a run would remain.
-    """
-    cells = memory.cache.cells
-    runs = split_by(
-        memory.cache.segments,
-        lambda ranks, serials: (
-            (serials != NO_TOKEN)
-            & ((ranks < SINK_CELLS) | (ranks >= cells - recent) | are_in(serials, pins))
-        ),
-    )
-    unchanged_cells = sum(count for _, unchanged, _, count in runs if unchanged)
-    remaining_cells = math.ceil(cells / ratio) - unchanged_cells
-    if remaining_cells < len(runs):
-        raise InvalidArgument(
-            f"{cells} cells cannot be compressed by a factor of {ratio:g}: the first {SINK_CELLS}, "
-            f"the newest {recent} and {len(pins)} pinned ones are never compressed. Use a lower "
-            "ratio or a smaller recent, or unpin tokens"
-        )
-    return runs, remaining_cells
-
-
 def _candidates(
-    memory: Memory, plan: CompressionPlan, runs: Sequence[_Run], sample: QuerySample | None
+    memory: Memory, plan: CompressionPlan, runs: Sequence[CellRun], sample: QuerySample | None
 ) -> list[Candidates]:
     """Return the cells of each run to compress, with queries and scores that the method uses.
 
@@ -326,7 +192,7 @@ def _without_compressed(memory: Memory) -> Memory:
     return fork
 
 
-def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
+def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: CellRun) -> Candidates:
     cache, (segment, _, first, count) = memory.cache, run
     cells = segment.view(first, count).dequantise(cache.layout.dtype)
     return Candidates(
@@ -340,7 +206,7 @@ def _unscored_candidates(memory: Memory, plan: CompressionPlan, run: _Run) -> Ca
 
 
 def _compress_repeats(
-    memory: Memory, plan: CompressionPlan, run: _Run, is_repeat: Tensor, quota: int
+    memory: Memory, plan: CompressionPlan, run: CellRun, is_repeat: Tensor, quota: int
 ) -> _RunResult:
     """Compress the cells of a run that `is_repeat`, `[n]` bool, marks to `quota` cells."""
     cells, chunks = compress_repeats(_unscored_candidates(memory, plan, run), is_repeat, quota)

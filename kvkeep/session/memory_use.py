@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.storage import nbytes as storage_bytes
 from kvkeep.session.checkpoints import max_rewind, num_rewindable, usable_checkpoint
-from kvkeep.session.compression import highest_ratio
+from kvkeep.session.compression_plan import highest_ratio
 from kvkeep.session.memory import Memory
 from kvkeep.session.spans import TokenStatus
 

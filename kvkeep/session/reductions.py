@@ -19,12 +19,8 @@ from kvkeep.session.compaction import (
     compact_session,
     target_before,
 )
-from kvkeep.session.compression import (
-    CompressionPlan,
-    CompressionReport,
-    compress_memory,
-    default_method_name,
-)
+from kvkeep.session.compression import CompressionReport, compress_memory
+from kvkeep.session.compression_plan import CompressionPlan, default_method_name
 from kvkeep.session.core import SessionCore, StateGuard
 from kvkeep.session.editing import Recompute
 
