@@ -16,10 +16,11 @@ from kvkeep.session.checkpoints import max_rewind, take_checkpoint
 from kvkeep.session.core import SessionCore, SessionState, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
 from kvkeep.session.editing import evaluate_suffix
-from kvkeep.session.evaluation import evaluate_all, refill_overwritten
+from kvkeep.session.evaluation import evaluate_all
 from kvkeep.session.feeding import Feeding, FeedStep
 from kvkeep.session.in_place_edit import LOCAL_WINDOWS, InPlaceEdit
 from kvkeep.session.memory import Memory
+from kvkeep.session.reevaluation import refill_overwritten
 from kvkeep.session.retained import Retained, keep_after
 from kvkeep.session.token_diff import common_length
 from kvkeep.types import AlignmentMode

@@ -29,10 +29,10 @@ from kvkeep.session.compression import CompressionReport, compress_memory
 from kvkeep.session.compression_plan import SINK_CELLS, CompressionPlan, default_method_name
 from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.editing import Recompute, edit_tokens
-from kvkeep.session.evaluation import evaluate_placed
 from kvkeep.session.in_place_edit import InPlaceEdit
 from kvkeep.session.memory import Memory
 from kvkeep.session.message_spans import SpanKind, newest_turn_start, spans_of_kind, system_end
+from kvkeep.session.reevaluation import evaluate_placed
 
 CompactionStep = Literal["results", "reasoning", "compress"]
 COMPACTION_STEPS: tuple[CompactionStep, ...] = get_args(CompactionStep)

@@ -23,9 +23,10 @@ from kvkeep.compression.methods.residual import FitContext
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.checkpoints import drop_unusable_checkpoints, num_rewindable
 from kvkeep.session.compression_plan import CompressionPlan, planned_runs
-from kvkeep.session.evaluation import evaluate_all, reevaluate_last
+from kvkeep.session.evaluation import evaluate_all
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstruction import QuerySample, cell_tokens, reconstruction_scores
+from kvkeep.session.reevaluation import reevaluate_last
 
 MAX_RECENT_CELLS = 256  # newest cells that stay where only repeats are compressed
 MIN_REPEAT_SHARE = 1 / 8  # of the remaining cells: if repeats are so many, only they are compressed

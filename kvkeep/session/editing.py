@@ -13,15 +13,15 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.session.checkpoints import num_rewindable, require_rewind, take_checkpoint
 from kvkeep.session.core import SessionCore, StateGuard, session_transaction
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.evaluation import (
+from kvkeep.session.evaluation import evaluate_all
+from kvkeep.session.in_place_edit import InPlaceEdit
+from kvkeep.session.memory import Memory
+from kvkeep.session.reevaluation import (
     REFILL_STEP_TOKENS,
-    evaluate_all,
     evaluate_popped,
     reevaluate_last,
     refilled_before,
 )
-from kvkeep.session.in_place_edit import InPlaceEdit
-from kvkeep.session.memory import Memory
 
 Recompute = Literal["none", "suffix"]
 # Applies a prepared edit to a successor of the memory, as an `EditCompletion`.

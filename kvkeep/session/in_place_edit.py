@@ -15,14 +15,10 @@ from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import MASK_BIAS
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.edit_scope import EditScope
-from kvkeep.session.evaluation import (
-    evaluate_into_segment,
-    place_popped,
-    reevaluate_last,
-    refill_overwritten,
-)
+from kvkeep.session.evaluation import evaluate_into_segment
 from kvkeep.session.held_tokens import exact_serials
 from kvkeep.session.memory import Memory
+from kvkeep.session.reevaluation import place_popped, reevaluate_last, refill_overwritten
 
 LOCAL_WINDOWS = 2  # windows that are re-evaluated: the first starts without earlier cells
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.core import SessionCore, session_transaction
-from kvkeep.session.evaluation import evaluate_prompt_step, reevaluate_last, step_end
+from kvkeep.session.evaluation import evaluate_prompt_step, step_end
 from kvkeep.session.memory import Memory
+from kvkeep.session.reevaluation import reevaluate_last
 
 _MAX_LOGITS_ROWS = 64  # rows of logits computed at a time: those of a whole prompt would not fit
 
