@@ -32,7 +32,8 @@ from kvkeep.evaluate.haystack import SENTENCE_END, docstrings_text
 from kvkeep.evaluate.recall import measure_recall
 from kvkeep.evaluate.samples import Fact, random_key
 from kvkeep.evaluate.words import NAMES
-from kvkeep.session.compaction import COMPACTION_STEPS, CompactionReport, CompactionStep
+from kvkeep.session.compaction import CompactionReport
+from kvkeep.session.compaction_plan import COMPACTION_STEPS, CompactionStep
 
 FACTS_PER_TURN = 2
 THRESHOLD = 0.8  # of max_kv_size

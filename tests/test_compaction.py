@@ -13,7 +13,7 @@ from small_models import small_model
 
 from kvkeep import InvalidArgument, Model, Session, Snapshot
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.session.compaction import COMPACTION_STEPS
+from kvkeep.session.compaction_plan import COMPACTION_STEPS
 from kvkeep.session.message_spans import reasoning_range, spans_of_kind
 from kvkeep.session.streaming import TextStream
 from tests.examples import examples

@@ -9,7 +9,7 @@ from test_compaction import add_turn, text_of
 from kvkeep import Model, Session
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.session.compaction import PLACEHOLDER
+from kvkeep.session.compaction_plan import PLACEHOLDER
 
 MODEL = small_model()
 SETTINGS: dict[str, tuple[Model, dict[str, object]]] = {

@@ -10,13 +10,12 @@ from kvkeep.compression.methods import make_method
 from kvkeep.compression.methods.base import Budget
 from kvkeep.runtime.memory import trim_memory
 from kvkeep.runtime.worker import computes_in_caller
-from kvkeep.session.compaction import (
+from kvkeep.session.compaction import CompactionReport, compact_session
+from kvkeep.session.compaction_plan import (
     COMPACTION_STEPS,
     PLACEHOLDER,
     CompactionPlan,
-    CompactionReport,
     CompactionStep,
-    compact_session,
     target_before,
 )
 from kvkeep.session.compression import CompressionReport, compress_memory

@@ -13,10 +13,10 @@ from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import ShortText
 from kvkeep.server.schemas import StrictBody
 from kvkeep.server.sessions.entry import SessionContext, SessionDep, TokenCount
-from kvkeep.session.compaction import (
+from kvkeep.session.compaction import CompactionReport
+from kvkeep.session.compaction_plan import (
     COMPACTION_STEPS,
     PLACEHOLDER,
-    CompactionReport,
     CompactionStep,
     target_before,
 )
