@@ -1,6 +1,6 @@
 """A chat in a session: each turn renders and prefills only what is new."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,8 +9,8 @@ from kvkeep import validation
 from kvkeep.chat.output import OutputEvent, TextDelta
 from kvkeep.errors import InvalidArgument
 from kvkeep.runtime.signals import interrupts_deferred
-from kvkeep.session.message_spans import reasoning_range
 from kvkeep.session.rendering import encode_pieces, overlap_length
+from kvkeep.session.turn_spans import TurnSpans
 from kvkeep.session.turn_template import TurnTemplate
 from kvkeep.types import AlignmentMode
 
@@ -62,9 +62,9 @@ class Conversation:
         self.codec = codec
         self._eos_token_ids = eos_token_ids
         self.system = system
-        self._last_turn = max(self.turns, default=0)
         self.template = TurnTemplate(codec)
         self.template.first_turn_pieces(system, "")  # raises if there is no template
+        self._turn_spans = TurnSpans(session, codec, self.template, eos_token_ids)
 
     def fork(self) -> "Conversation":
         """Return the same conversation in a fork of the session."""
@@ -80,14 +80,12 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """The numbers of the turns; a deleted one leaves a gap."""
-        return turn_numbers(self.session.span_ranges)
+        return self._turn_spans.numbers
 
     @property
     def last_turn(self) -> int:
         """The number of the newest turn; 0 if there is none. Cheap at any length."""
-        while self._last_turn and f"turn {self._last_turn}" not in self.session.span_ranges:
-            self._last_turn -= 1
-        return self._last_turn
+        return self._turn_spans.newest
 
     def begin_turn(self, question: str) -> list[int]:
         """Return the tokens to prefill so that the model answers: those not in memory yet.
@@ -139,28 +137,7 @@ class Conversation:
 
         unread: the prompt's tokens after those, of a turn that was cut off; see `cancel_turn`.
         """
-        end, previous_turn = len(self.session.tokens) - num_generated, self.last_turn
-        ids, ranges = self.template.encode_later_turn(question)
-        prompt = [*self.session.tokens[end - num_prefilled : end], *unread]
-        turn_length = len(ids) if prompt[-len(ids) :] == ids else len(prompt)
-        full_end, turn = end + len(unread), f"turn {previous_turn + 1}"
-        start = min(full_end - turn_length, end)
-        if previous_turn:
-            # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
-            name = f"turn {previous_turn}"
-            turn_start, turn_end = self.session.span_ranges[name]
-            if turn_end == end - num_prefilled:  # no text was fed since then
-                self.session.name(name, turn_start, start)
-        elif len(prompt) == full_end and start:
-            self._name_system(question, start)
-        if start == end:
-            return
-        self.session.name(turn, start, end)
-        self._last_turn = previous_turn + 1
-        if turn_length == len(prompt) == full_end and prompt != ids:
-            # The template writes the first turn differently.
-            ids, ranges = self.template.encode_first_turn(self.system, question)
-        self._name_text(f"{turn} question", ranges[-2], full_end - len(ids))
+        self._turn_spans.name_turn(self.system, question, num_prefilled, num_generated, unread)
 
     def cancel_turn(self, question: str, prompt: Sequence[int], num_prefilled: int) -> bool:
         """Remove a message of which the first `num_prefilled` tokens of `prompt` were prefilled.
@@ -179,8 +156,7 @@ class Conversation:
     @property
     def is_open(self) -> bool:
         """Whether the newest turn has no answer yet."""
-        turn, spans = f"turn {self.last_turn}", self.session.span_ranges
-        return turn in spans and f"{turn} answer" not in spans
+        return self._turn_spans.is_open
 
     def reopen_turn(self) -> None:
         """Make the newest answer go on where it ended: the next tokens belong to it.
@@ -189,47 +165,12 @@ class Conversation:
         anew. Raises InvalidArgument if there is no answer or whole question, if text follows it, or
         if the end token cannot be rewound.
         """
-        turn, spans = f"turn {self.last_turn}", self.session.span_ranges
-        tokens = self.session.tokens
-        end = len(tokens) - (bool(tokens) and tokens[-1] in self._eos_token_ids)
-        if self.is_open and self._is_question_end(end):
-            answer_start = end
-        elif f"{turn} answer" in spans and spans[turn][1] == len(tokens):
-            answer_start, _ = spans[f"{turn} answer"]
-        else:
-            raise InvalidArgument(
-                "there is no answer at the session's end to continue: send content, a new message"
-            )
-        if end < len(tokens):
-            self.session.rewind(1)
-        self.session.name(turn, spans[turn][0], answer_start)
-
-    def _is_question_end(self, end: int) -> bool:
-        """Whether the template begins an answer after `end` tokens: not so in a cut-off message."""
-        *_, after_question = self.template.later_turn_pieces("-")
-        ids, tokens = self.codec.encode_sealed(after_question), self.session.tokens
-        # Compared as text, and with a few tokens more, as tokens may differ beside other text.
-        text = self.codec.decode(tokens[max(0, end - len(ids) - 4) : end])
-        return text.endswith(self.codec.decode(ids))
+        self._turn_spans.reopen()
 
     def end_turn(self) -> None:
         """Name the span of the newest turn's answer, which is complete."""
         with interrupts_deferred():
-            self._name_answer()
-
-    def _name_answer(self) -> None:
-        if not self.last_turn:
-            return
-        turn, tokens = f"turn {self.last_turn}", self.session.tokens
-        start, answer_start = self.session.span_ranges[turn]
-        end = len(tokens)
-        self.session.name(turn, start, end)
-        if end > answer_start and tokens[-1] in self._eos_token_ids:
-            end -= 1
-        self._name_text(f"{turn} answer", (answer_start, end))
-        renderer = self.session.core.model.renderer
-        if found := reasoning_range(self.codec, renderer, tokens[answer_start:end]):
-            self._name_text(f"{turn} reasoning", found, answer_start)
+            self._turn_spans.name_answer()
 
     def compact(self, target: float = 0.5, **settings: Any) -> "CompactionReport":
         """Bring the session to `target` cells or fewer; see `Session.compact`.
@@ -264,13 +205,13 @@ class Conversation:
             return align_messages(parts, messages, AlignmentOptions(mode, **options), progress)
         finally:  # also after a Ctrl-C that came when the session had changed
             self.system = parts.system
-            self._last_turn = max(self.turns, default=0)
+            self._turn_spans.recount()
 
     def answer(self, max_tokens: int | None = None, sampling: "Sampling | None" = None) -> str:
         """Answer the newest turn, whose prompt is evaluated; return the text, as `say` does."""
         if not self.is_open:
             raise InvalidArgument("the newest turn has an answer: say something, or align messages")
-        if not self._is_question_end(len(self.session.tokens)):
+        if not self.template.is_question_end(self.session.tokens, len(self.session.tokens)):
             raise InvalidArgument("the newest message was cut off: say something, or undo it")
         max_tokens, sampling = self._checked(max_tokens, sampling)
         try:
@@ -373,23 +314,3 @@ class Conversation:
             sampling = self.session.core.model.default_sampling
         validation.instance("sampling", sampling, Sampling)
         return validation.optional_integer("max_tokens", max_tokens, 0), sampling
-
-    def _name_system(self, question: str, end: int) -> None:
-        """Name the tokens before the first turn: the first `end`."""
-        self.session.name("opening" if self.system is None else "system", 0, end)
-        if self.system is not None:
-            _, ranges = self.template.encode_first_turn(self.system, question)
-            self._name_text("system text", ranges[1])
-
-    def _name_text(self, name: str, token_range: tuple[int, int], offset: int = 0) -> None:
-        """Name a message's text, as far as it is there. offset: added to the range."""
-        start, end = token_range
-        start, end = offset + start, min(offset + end, len(self.session.tokens))
-        if start < end:
-            self.session.name(name, start, end)
-
-
-def turn_numbers(span_names: Iterable[str]) -> list[int]:
-    """Return the numbers of the turns among span names, ascending."""
-    suffixes = [name.removeprefix("turn ") for name in span_names if name.startswith("turn ")]
-    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal())

@@ -1,5 +1,6 @@
 """The turns of a conversation as a chat template writes them, in pieces around users' texts."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,14 @@ class TurnTemplate:
         if not system_text or between_length < 0:
             return ["", "", before_question, text, after_question]
         return [before_system, system_text, rest[:between_length], text, after_question]
+
+    def is_question_end(self, tokens: Sequence[int], end: int) -> bool:
+        """Whether an answer begins after `end` tokens of a chat: not so in a cut-off message."""
+        *_, after_question = self.later_turn_pieces("-")
+        ids = self._codec.encode_sealed(after_question)
+        # Compared as text, and with a few tokens more, as tokens may differ beside other text.
+        text = self._codec.decode(tokens[max(0, end - len(ids) - 4) : end])
+        return text.endswith(self._codec.decode(ids))
 
     @cached_property
     def _placeholder_turn(self) -> str:

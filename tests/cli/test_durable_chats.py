@@ -15,7 +15,7 @@ from cli.durable import QUIET, TEXT, refused, saved, wait_for
 from full_disk import small_files_only
 from timeouts import PATIENCE
 
-from kvkeep.session.conversation import turn_numbers
+from kvkeep.session.turn_spans import turn_numbers
 
 PROMPT = b"\x1b[?2004h"  # from here on the terminal marks pasted text (bracketed paste)
 

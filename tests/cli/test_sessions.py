@@ -13,7 +13,7 @@ import torch
 from lossy_basis import random_basis
 
 from kvkeep import Snapshot, load_model
-from kvkeep.session.conversation import turn_numbers
+from kvkeep.session.turn_spans import turn_numbers
 from kvkeep.storage.files import atomic
 from kvkeep.storage.lossy.basis import add_basis, forget_cached
 from kvkeep.storage.snapshots.snapshot import read_snapshot_document

@@ -20,7 +20,8 @@ from kvkeep.cli.output import format_mb, plural, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
-from kvkeep.session.conversation import Conversation, turn_numbers
+from kvkeep.session.conversation import Conversation
+from kvkeep.session.turn_spans import turn_numbers
 
 _LOCAL_OPTIONS = (  # options that a session on a server does not have
     *("model", "dtype", "device", "weights", "prefill_step", "calibration", "checkpoint_bytes"),
