@@ -31,6 +31,11 @@ class FitContext:
     attention: AttentionConfig
     unchanged: Sequence[Candidates] = ()
 
+    def sinks_of(self, heads: slice, num_heads: int) -> Tensor | None:
+        """Return the sinks of some of all layers' KV heads, `[heads, groups]`; None without any."""
+        sinks = self.attention.sinks
+        return None if sinks is None else sinks.view(num_heads, -1)[heads]
+
 
 def residual_count(count: int) -> int:
     """Return how many of `count` compressed cells of a KV head are residual."""
@@ -57,9 +62,6 @@ def residual_cells(
     queries = [] if context is None else _rotated_queries((*runs, *unchanged), context)
     (layers, kv_heads), dtype = runs[0].layers_and_heads, runs[0].cells.keys.dtype
     key_scales = _key_scales(runs[0])
-    sinks = None
-    if context is not None and context.attention.sinks is not None:
-        sinks = context.attention.sinks.view(layers * kv_heads, -1)
     num_rows = queries[0].shape[1] if queries else 1
     num_weights = num_rows * sum(source.cells_per_head for source in sources)
     step = max(1, MAX_WEIGHTS // max(1, num_weights))
@@ -74,13 +76,9 @@ def residual_cells(
         if context is None:
             results = [each.mean_cells(each.cells.bias.exp(), dtype) for each in clusters]
         else:
-            parts = [
-                QueriedCells(run_cells, run_queries[heads])
-                for run_cells, run_queries in zip(cells, queries, strict=True)
-            ]
-            head_sinks = None if sinks is None else sinks[heads]
-            softcap = context.attention.softcap
-            results = fitted_cells(parts, clusters, dtype, softcap, head_sinks)
+            parts = [QueriedCells(x, q[heads]) for x, q in zip(cells, queries, strict=True)]
+            sinks = context.sinks_of(heads, layers * kv_heads)
+            results = fitted_cells(parts, clusters, dtype, context.attention.softcap, sinks)
         for run_heads, run_results in zip(heads_by_run, results, strict=True):
             run_heads.append(run_results)
     return [
