@@ -14,6 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import compute_lock
+from kvkeep.session.checkpoints import beginning
 from kvkeep.session.drafts import DraftCounts
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampler import Sampler
@@ -50,6 +51,16 @@ class SessionState:
     def fork(self) -> "SessionState":
         """Return a copy that changes independently of this one; cells are shared."""
         return replace(self, memory=self.memory.fork())
+
+    def beginning(self, count: int) -> "SessionState":
+        """Return the state of a session of the first `count` tokens; see `checkpoints.beginning`.
+
+        The sampler begins anew. Raises InvalidArgument if the tokens are not all held.
+        """
+        memory = beginning(self.memory, count)
+        state = SessionState(memory, Sampler(), self.spans, self.keep_whole_prompt, self.rounded)
+        state.truncate_spans(count)
+        return state
 
     @property
     def keep(self) -> int:

@@ -1,7 +1,7 @@
 """Log probabilities of the tokens of a prompt, from the hidden states of its prefill steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,29 @@ class TokenScores:
         return self.logprobs.shape[0]
 
 
+def score_prompt(
+    core: SessionCore,
+    ids: list[int],
+    token_by_token: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Evaluate a prompt step by step; return the log probabilities of its tokens, `[n]` float64.
+
+    token_by_token: by decode steps of one token. progress: called after each step with the number
+    of tokens in it. Raises ContextFull and NonFiniteLogits as `Session.feed`.
+    """
+    done, scores = 0, list[Tensor]()
+    while done < len(ids):
+        scores.append(_score_step(core, ids, done, token_by_token))
+        count = len(scores[-1])
+        done += count
+        if progress:
+            progress(count)
+    return torch.cat(scores)
+
+
 @computes_in_worker
-def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
+def _score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
     """Evaluate one step of a prompt; return the log probabilities of its tokens, `[n]` float64.
 
     The first token of a session has NaN. done: how many of the ids are evaluated. sampled: whether

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, SupportsIndex
 
-import torch
 from torch import Tensor
 
 from kvkeep import validation
@@ -19,7 +18,6 @@ from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session import decoding
-from kvkeep.session.checkpoints import beginning
 from kvkeep.session.core import WHOLE_PROMPT, SessionCore, SessionState, session_transaction
 from kvkeep.session.edits import SessionEdits
 from kvkeep.session.feeding import Feeding, FeedReport
@@ -27,7 +25,7 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.reductions import SessionReductions
 from kvkeep.session.sampler import Sampler
 from kvkeep.session.sampling import Sampling
-from kvkeep.session.scoring import score_step
+from kvkeep.session.scoring import score_prompt
 from kvkeep.session.snapshots import restore_state, take_snapshot
 from kvkeep.session.views import SessionViews
 from kvkeep.storage.prefixes.block import PrefixCache
@@ -185,14 +183,7 @@ class Session(SessionEdits, SessionReductions, SessionViews):
             token_by_token = written
         progress, ids = validation.progress(progress), self.core.encode_prompt(prompt, special)
         token_by_token = validation.flag("token_by_token", token_by_token)
-        done, scores = 0, list[Tensor]()
-        while done < len(ids):
-            scores.append(score_step(self.core, ids, done, token_by_token))
-            count = len(scores[-1])
-            done += count
-            if progress:
-                progress(count)
-        return torch.cat(scores)
+        return score_prompt(self.core, ids, token_by_token, progress)
 
     @computes_in_worker
     def reset_sampler(self) -> None:
@@ -313,13 +304,8 @@ class Session(SessionEdits, SessionReductions, SessionViews):
         session that was fed these tokens alone, in the same steps. Raises InvalidArgument if they
         are not all held, each in a cell of its own.
         """
-        core = self.core
         count = validation.integer("count", count, 0, len(self.tokens))
-        spans, whole_prompt = core.state.spans, core.state.keep_whole_prompt
-        memory, rounded = beginning(core.memory, count), core.state.rounded
-        state = SessionState(memory, Sampler(), spans, whole_prompt, rounded)
-        state.truncate_spans(count)
-        return self._with_state(state)
+        return self._with_state(self.core.state.beginning(count))
 
     def _with_state(self, state: SessionState) -> "Session":
         session, session.core = shallow_copy(self), shallow_copy(self.core)
