@@ -125,7 +125,7 @@ class KVCache:
         self.take_results(step)
 
     def open_step(self, count: int, sampled: bool) -> DecodeStep | ChunkStep:
-        """Return an open step; `take_cells`, the forward and `take_results` complete it."""
+        """Return an open step; its forward, `take_cells` and `take_results` complete it."""
         step = self._new_step(count)
         step.sampled, step.recurrent_states = sampled, self.recurrent_states
         step.placements = self.placements
