@@ -17,6 +17,7 @@ from kvkeep.storage.lossy.cells import CodedCells, decode_cells, encode_cells
 
 Codec = Literal["exact", "none", "zstd", "int8", "small", "smaller"]
 CODECS: tuple[str, ...] = get_args(Codec)
+ROUNDING_CODECS = ("int8", *LOSSY_CODECS)  # in order of what they lose, the least first
 _ZSTD_LEVEL = 1  # level 3 gives a larger result for keys and values, in twice the time
 # Real keys and values shrink to about half. Larger expansions (a decompression bomb) are refused.
 _MAX_EXPANSION_FACTOR, _ALWAYS_ALLOWED_BYTES = 4096, 1 << 20  # a factor, bytes on top
@@ -89,6 +90,12 @@ def checked_codec(codec: str) -> Codec:
     if codec not in CODECS:
         raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
     return "none" if codec == "exact" else cast(Codec, codec)
+
+
+def coarser(codec: str, other: str) -> str:
+    """Return the codec that loses more: "" loses nothing, one of a later release the most."""
+    order = ("", *ROUNDING_CODECS)
+    return max(codec, other, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def _frames(name: str, coded: CodedCells) -> dict[str, Tensor]:

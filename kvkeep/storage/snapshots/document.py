@@ -69,6 +69,12 @@ def check_settings(settings: Mapping[str, Any], token_count: int) -> None:
     _require_type("the window", settings.get("window", {}), dict)
 
 
+def layout_entry(layout: Layout) -> dict[str, Any]:
+    """Return the entry of a layout, for `layout_of`."""
+    sizes = {name: getattr(layout, name) for name in _LAYOUT_SIZES}
+    return {**sizes, "dtype": str(layout.dtype).removeprefix("torch.")}
+
+
 def layout_of(entry: Mapping[str, Any]) -> Layout:
     """Return the layout that an entry describes. Raises as `check_document`."""
     _require_type("a layout", entry, dict)

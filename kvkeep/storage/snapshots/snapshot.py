@@ -2,30 +2,30 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
-from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
+from kvkeep.cache import Bits, Layout, Queries, Segment
 from kvkeep.cache.checkpoint import Checkpoints
-from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile, InvalidArgument, StoreError
 from kvkeep.storage.lossy.basis import LOSSY_CODECS, CellBasis, newest_basis
 from kvkeep.storage.lossy.shared import fetch_bases
 from kvkeep.storage.objects.paths import ReadablePath, StoredPath, WritablePath, as_path
-from kvkeep.storage.snapshots.checkpoints import (
-    checkpoints_entry,
-    read_checkpoints,
-    window_shapes,
+from kvkeep.storage.snapshots.checkpoints import checkpoints_entry
+from kvkeep.storage.snapshots.codec import (
+    ROUNDING_CODECS,
+    Codec,
+    checked_codec,
+    coarser,
+    encode,
 )
-from kvkeep.storage.snapshots.codec import Codec, checked_codec, decode, encode
 from kvkeep.storage.snapshots.container import read_open_container, write_container
-from kvkeep.storage.snapshots.document import check_document, layout_of
+from kvkeep.storage.snapshots.document import check_document, layout_entry, layout_of
 from kvkeep.storage.snapshots.header import (
     SNAPSHOT_FORMAT,
     SNAPSHOT_KIND,
@@ -34,18 +34,15 @@ from kvkeep.storage.snapshots.header import (
     rounded_by,
 )
 from kvkeep.storage.snapshots.memory_state import MemoryState
+from kvkeep.storage.snapshots.memory_tensors import memory_tensors, read_memory
 from kvkeep.storage.snapshots.segments import (
     has_residual_cells,
     has_scores,
     is_ragged,
-    read_segment,
     segment_entry,
-    segment_tensors,
 )
 
-ROUNDING_CODECS = ("int8", *LOSSY_CODECS)  # in order of what they lose, the least first
 _log = logging.getLogger("kvkeep.storage")
-_STATE_PREFIX = "recurrent."  # of the names of recurrent states
 
 
 @dataclass(frozen=True)
@@ -162,28 +159,15 @@ class Snapshot:
         basis = self._basis() if codec in LOSSY_CODECS else None
         cache = self.memory.cache
         checkpoints, checkpoint_tensors = checkpoints_entry(self.memory.checkpoints, cache)
+        tensors = memory_tensors(self.memory) | checkpoint_tensors
         uniform = [f"segment.{i}" for i, s in enumerate(cache.segments) if not s.compressed]
-        stored, encodings = encode(self._tensors() | checkpoint_tensors, codec, uniform, basis)
+        stored, encodings = encode(tensors, codec, uniform, basis)
         document = self._document(codec, encodings)
         if self.memory.checkpoints != Checkpoints():
             document["checkpoints"] = checkpoints
         return write_container(
             as_path(path), SNAPSHOT_KIND, self._min_format(codec), document, stored
         )
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a file by name, without those of checkpoints."""
-        memory, cache = self.memory, self.memory.cache
-        tensors: dict[str, Tensor] = {}
-        for index, segment in enumerate((*cache.segments, *cache.local_segments)):
-            tensors |= segment_tensors(index, segment)
-        tensors |= {"tokens": memory.tokens, "serials": memory.serials}
-        if memory.hidden is not None and memory.logits is not None:
-            tensors |= {"hidden": memory.hidden, "logits": memory.logits}
-        if (observed := cache.observed_queries) is not None:
-            tensors |= {"queries": observed.vectors, "query_times": observed.times}
-        states = cache.recurrent_states.items()
-        return tensors | {f"{_STATE_PREFIX}{name}": state for name, state in states}
 
     def _document(self, codec: Codec, encodings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the document of a file, without its checkpoints. encodings: of its tensors."""
@@ -198,7 +182,7 @@ class Snapshot:
             "clock": cache.time,
             "serial": cache.serial,
             "sampler": self.sampler,
-            "layout": _layout_entry(self.layout),
+            "layout": layout_entry(self.layout),
             "bits": asdict(self.bits),
             "segments": [
                 *(segment_entry(segment) for segment in cache.segments),
@@ -211,11 +195,11 @@ class Snapshot:
             "notes": self.notes,
         }
         rounds = any(entry["codec"] in ROUNDING_CODECS for entry in encodings.values())
-        rounded = _coarser(codec, self.rounded) if rounds else self.rounded
+        rounded = coarser(codec, self.rounded) if rounds else self.rounded
         if rounded or codec in ROUNDING_CODECS:  # without it, a reader decides by the codec
             document["rounded"] = rounded
         if self.local_layout is not None:
-            document["local_layout"] = _layout_entry(self.local_layout)
+            document["local_layout"] = layout_entry(self.local_layout)
         return document
 
     def save_by(self, path: str | Path | WritablePath, preferred: Codec) -> int:
@@ -311,101 +295,16 @@ def _translated_errors(path: object) -> Iterator[None]:
 
 def _from_document(document: dict[str, Any], stored: dict[str, Tensor]) -> Snapshot:
     """Return the snapshot of a checked document and the tensors stored with it."""
-    bits, layout = Bits(**document.get("bits", {})), layout_of(document["layout"])
-    local_layout = layout_of(document["local_layout"]) if "local_layout" in document else None
-    window_layout, anchor_layout = bits.layouts(layout)
-    quantised_local_layout = bits.layouts(local_layout)[0] if local_layout else None
-    layouts = list[Layout]()  # of each segment
-    for entry in document["segments"]:
-        global_layout = anchor_layout if entry["anchor"] else window_layout
-        cell_layout = quantised_local_layout if entry.get("local", False) else global_layout
-        assert cell_layout is not None, "`check_document` requires a layout of local segments"
-        layouts.append(cell_layout)
-    _check_encoded_shapes(document, stored, layouts, quantised_local_layout)
-    tensors = decode(stored, document["coding"])
-    require(len(tensors["tokens"]) == document["tokens"], "the number of tokens differs")
-    settings = document["settings"]
-    cache = _cache_state(document, tensors, layouts)
-    checkpoints = read_checkpoints(document, tensors, cache, quantised_local_layout)
-    memory = MemoryState(
-        tokens=tensors["tokens"],
-        serials=tensors["serials"],
-        pins=settings.get("pins", []),
-        hidden=tensors.get("hidden"),
-        logits=tensors.get("logits"),
-        cache=cache,
-        checkpoints=checkpoints,
-    )
-    observed = cache.observed_queries
-    query_heads = observed.vectors.shape[1] if observed else 0
-    cache.check(window_layout, anchor_layout, query_heads, quantised_local_layout)
-    memory.check_consistency()
-    checkpoints.check(cache, document["tokens"], quantised_local_layout)
+    memory = read_memory(document, stored)
     names = ("fingerprint", "model", "policy", "sampler", "codec", "created")
     later_names = {"arithmetic", "notes"} & document.keys()  # earlier files lack them
+    settings = document["settings"].items()
     return Snapshot(
         **{name: document[name] for name in (*names, *later_names)},
         rounded=rounded_by(document),
-        settings={k: v for k, v in settings.items() if k not in ("pins", "window")},
+        settings={name: value for name, value in settings if name not in ("pins", "window")},
         memory=memory,
-        layout=layout,
-        local_layout=local_layout,
-        bits=bits,
+        layout=layout_of(document["layout"]),
+        local_layout=layout_of(document["local_layout"]) if "local_layout" in document else None,
+        bits=Bits(**document.get("bits", {})),
     )
-
-
-def _cache_state(
-    document: dict[str, Any], tensors: dict[str, Tensor], layouts: Sequence[Layout]
-) -> CacheState:
-    """Return the state of the cache that a document and tensors describe. layouts: of segments."""
-    segments, local_segments = list[Segment](), list[Segment]()
-    for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
-        segment = read_segment(index, layout, entry, tensors)
-        (local_segments if entry.get("local", False) else segments).append(segment)
-    queries = tensors.get("queries")
-    return CacheState(
-        segments=tuple(segments),
-        window=Window(**document["settings"].get("window", {})),
-        time=document["clock"],
-        serial=document["serial"],
-        observed_queries=None if queries is None else Queries(queries, tensors["query_times"]),
-        local_segments=tuple(local_segments),
-        recurrent_states={
-            name.removeprefix(_STATE_PREFIX): state
-            for name, state in tensors.items()
-            if name.startswith(_STATE_PREFIX)
-        },
-    )
-
-
-def _check_encoded_shapes(
-    document: dict[str, Any],
-    stored: dict[str, Tensor],
-    layouts: Sequence[Layout],
-    local_layout: Layout | None,
-) -> None:
-    """Check encoded keys and values against their cells' shape, before they are allocated."""
-    shapes = window_shapes(document, local_layout, stored)
-    for index, (entry, layout) in enumerate(zip(document["segments"], layouts, strict=True)):
-        # Serials and positions are not encoded.
-        positions = stored[f"segment.{index}.positions"]
-        serials = stored[f"segment.{index}.serials"]
-        require_tensor("serials", serials, torch.int64, entry["length"])
-        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
-        if entry.get("ragged", False):
-            require_tensor("positions", positions, torch.int64, None)
-            shape[:3] = [len(positions)]  # the cells of all layers and KV heads in one row
-        shapes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
-    for name, encoding in document["coding"].items():
-        require(encoding["shape"] == shapes[name], f"{name} has a codec entry with another shape")
-
-
-def _coarser(codec: str, other: str) -> str:
-    """Return the codec that loses more: "" loses nothing, one of a later release the most."""
-    order = ("", *ROUNDING_CODECS)
-    return max(codec, other, key=lambda name: order.index(name) if name in order else len(order))
-
-
-def _layout_entry(layout: Layout) -> dict[str, Any]:
-    sizes = {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
-    return {**sizes, "dtype": str(layout.dtype).removeprefix("torch.")}
