@@ -330,7 +330,7 @@ def _serve_folder(
 
 def _session_size(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
     """Return the tokens and bytes of a full session. settings: arguments of `Model.session`."""
-    from kvkeep.engine.record import max_session_bytes
+    from kvkeep.engine.memory_bound import max_session_bytes
 
     session = model.session(**settings)
     return session.max_kv_size, max_session_bytes(session, None)

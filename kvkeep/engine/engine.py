@@ -1,10 +1,7 @@
 """The engine: generations, sessions and changes of sessions for many callers, in one thread."""
 
-import logging
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -18,21 +15,21 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.chat.written import WrittenAnswers
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.answer_files import AnswerLog
+from kvkeep.engine.borrowed import BorrowedSessions
+from kvkeep.engine.engine_files import EngineFiles, call_each
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.lookups import PrefixLookups
+from kvkeep.engine.memory_bound import max_memory_bytes
 from kvkeep.engine.operations import Operation, OperationLog, Totals
-from kvkeep.engine.pin_files import PinFiles
 from kvkeep.engine.pins import PrefixPin
-from kvkeep.engine.record import SessionRecord, max_memory_bytes
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import ReuseReport, StepAlignedCache
-from kvkeep.engine.saving import SessionSaver
 from kvkeep.engine.scheduler import Limits, SchedulingPolicy
 from kvkeep.engine.session_disk import SessionDisk
 from kvkeep.engine.session_files import LabelledSnapshots
-from kvkeep.engine.session_operations import BorrowedSessions, SessionOperations
+from kvkeep.engine.session_operations import SessionOperations
 from kvkeep.engine.steps import DEFAULT_PREFILL_STEP, StepGrid
 from kvkeep.engine.thread import EngineThread, flatten_future
 from kvkeep.errors import Cancelled, InvalidArgument
@@ -47,7 +44,6 @@ from kvkeep.storage.prefixes.store import stores_of_owners
 from kvkeep.storage.snapshots.codec import Codec
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
-_log = logging.getLogger("kvkeep.engine")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -121,21 +117,15 @@ class Engine(AbstractContextManager["Engine"]):
             self._step, idle_interval, self._end, lambda: not self._scheduler.running
         )
         self._lookups = PrefixLookups(partial(self._thread.post, lambda: None))
-        self._saver = SessionSaver(self._registry, self._thread.post)
-        if session_folder is not None and stores is not None:  # prompts are kept there, too
-            path, writer = session_folder / "answers.jsonl", self._disk.writer
-            AnswerLog(self._disk.written, path, model, writer).load()
-        self._pin_files: PinFiles | None = None
-        if session_folder is not None:
-            self._pin_files = PinFiles(self._registry, session_folder, self._thread.post)
-            self._pin_files.load()
+        keeps_answers = stores is not None  # prompts are kept on disk then, too
+        post = self._thread.post
+        self._files = EngineFiles(self._registry, session_folder, keeps_answers, post)
         self.alignment = alignment or AlignmentOptions()
         parts = (self._registry, self._operation_log, self._new_session, self.alignment)
         self._operations = SessionOperations(*parts)
         self._admission = Admission(*parts, speculation or SpeculationOptions(), self._lookups)
         self._scheduler = self._admission.scheduler
-        self._shutdown_deadline = 0.0
-        self.borrowed = BorrowedSessions(self._registry, self._cancel_generation)
+        self.borrowed = BorrowedSessions(self._registry, self._scheduler.cancel)
         self._thread.start()
 
     def __exit__(self, *failure: object) -> None:
@@ -276,13 +266,13 @@ class Engine(AbstractContextManager["Engine"]):
 
     def begin_save(self, record: SessionRecord) -> Future[int]:
         """Begin to save a session, as `save`. Call it in the engine's thread."""
-        return self._saver.save(record)
+        return self._files.saver.save(record)
 
     def snapshot(
         self, name: str, label: str, owner: str = "0", revision: int | None = None
     ) -> Future[int]:
         """Write a labelled snapshot; the result is its size in bytes. Raises as `snapshots`."""
-        load, write = self._registry.load_existing, self._saver.snapshot
+        load, write = self._registry.load_existing, self._files.saver.snapshot
         return flatten_future(self.call(lambda: write(load(name, owner, revision), label)))
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
@@ -304,7 +294,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         def stop_generation() -> T:
             record = self._registry.find(name, owner, revision)
-            self._cancel_generation(record)
+            self._scheduler.cancel(record)
             return function(record)
 
         return self.call(stop_generation)
@@ -372,7 +362,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with torch.inference_mode(mode=False):  # as between two calls, whatever the work is
             self._thread.take_turn()
-        if self._past_deadline:
+        if self._thread.past_deadline:
             raise Cancelled("the engine is shut down: the change was not made")
 
     def close(self, grace: float = 0.0) -> None:
@@ -380,47 +370,26 @@ class Engine(AbstractContextManager["Engine"]):
 
         A second call, such as after an interrupt of the first one, can only shorten the grace.
         """
-        deadline = time.monotonic() + grace
-        is_closing = self._thread.closing.is_set()
-        self._shutdown_deadline = min(deadline, self._shutdown_deadline if is_closing else math.inf)
-        self._thread.close()
-
-    @property
-    def _past_deadline(self) -> bool:
-        """Whether the engine is closing, and the grace of what runs is over."""
-        return self._thread.closing.is_set() and time.monotonic() >= self._shutdown_deadline
+        self._thread.close(grace)
 
     def _step(self) -> bool:
         """Run a scheduler step; returns whether another one can follow at once."""
-        if self._past_deadline:
+        if self._thread.past_deadline:
             self._scheduler.cancel_all()
         self._scheduler.step()
-        saves = [lambda: self._saver.save_idle(self.limits.save_idle_after)]
-        if self._pin_files is not None:
-            saves.append(self._pin_files.save_changed)
-        _call_each(saves)
+        self._files.save_changed()
         return self._scheduler.can_step
 
     def _end(self) -> None:
-        """End what still runs, save all changes, and unlock all files, however much of it fails.
-
-        What cannot be made again is saved first, in case the process is killed meanwhile.
-        """
-        scheduler, pin_files = self._scheduler, self._pin_files
-        parts = [self._lookups.close, scheduler.cancel_all, scheduler.end_cancelled]
-        parts += [self._saver.save_all, *([pin_files.save_all] if pin_files else [])]
-        _call_each([*parts, self._saver.close, self._disk.close])
+        """End what still runs, save all changes, and unlock all files, however much of it fails."""
+        scheduler = self._scheduler
+        ends = [self._lookups.close, scheduler.cancel_all, scheduler.end_cancelled]
+        call_each([*ends, self._files.close])
 
     def _remove_name(self, record: SessionRecord) -> None:
-        self._cancel_generation(record)
+        self._scheduler.cancel(record)
         if not record.removed:  # with the generation, as one without a name and still empty
             self._registry.remove_name(record)
-
-    def _cancel_generation(self, record: SessionRecord) -> None:
-        for generation in self._scheduler.running:
-            if generation.record is record:
-                generation.cancel()
-        self._scheduler.end_cancelled()
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
         """Create an empty session with the owner's prefix store. settings: replace the engine's."""
@@ -430,12 +399,3 @@ class Engine(AbstractContextManager["Engine"]):
             return session
         store = StepAlignedCache(self._stores(owner), StepGrid.of(session))
         return self.model.session(store=store, **settings)
-
-
-def _call_each(functions: Iterable[Callable[[], None]]) -> None:
-    """Call functions, all of them: an error of one is logged."""
-    for function in functions:
-        try:
-            function()
-        except Exception:
-            _log.exception("an engine could not save or end all that it should")

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.engine.pins import PinRequest, PrefixPin, prefix_digest
-from kvkeep.engine.record import SessionRecord, max_session_bytes
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.session_files import owner_folders
 from kvkeep.errors import KvkeepError, Locked

@@ -7,8 +7,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.engine.pins import PrefixPins
-from kvkeep.engine.record import SessionRecord, is_response_name, max_session_bytes
+from kvkeep.engine.record import SessionRecord, is_response_name
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_disk import SessionDisk
 from kvkeep.engine.session_files import is_valid_owner

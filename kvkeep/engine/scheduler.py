@@ -165,6 +165,13 @@ class Scheduler:
         for generation in self.running:
             generation.cancel()
 
+    def cancel(self, record: SessionRecord) -> None:
+        """End a session's generation, if there is one."""
+        for generation in self.running:
+            if generation.record is record:
+                generation.cancel()
+        self.end_cancelled()
+
     def end_cancelled(self) -> None:
         for generation in self.running:
             if generation.cancelled and generation.phase != "done":

@@ -1,7 +1,9 @@
 """The thread of an engine: it runs scheduler steps and, between them, calls of other threads."""
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -64,6 +66,7 @@ class EngineThread:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._deferred = deque[_Call]()  # long calls that came during another one
         self.closing, self._ended = threading.Event(), threading.Event()
+        self._deadline = math.inf  # once it is closing: time until which long work may go on
         self._exit_pause = ExitPause()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
@@ -104,8 +107,14 @@ class EngineThread:
                 call.run()
         self._try_step()
 
-    def close(self) -> None:
-        """Accept no more calls, and wait for the end."""
+    @property
+    def past_deadline(self) -> bool:
+        """Whether the thread is closing, and the grace of what runs is over."""
+        return self.closing.is_set() and time.monotonic() >= self._deadline
+
+    def close(self, grace: float = 0.0) -> None:
+        """Accept no more calls, and wait for the end. grace: see `Engine.close`."""
+        self._deadline = min(time.monotonic() + grace, self._deadline)
         self.closing.set()
         self.post(lambda: None)  # wakes it
         with threads_may_run():

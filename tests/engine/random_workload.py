@@ -15,7 +15,7 @@ from engine.workload import Change, Create, Fork, Request, Result, Work, batch
 from speculation_cases import Drafts
 
 from kvkeep.engine import Engine, Limits, PinRequest
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling

@@ -13,7 +13,7 @@ from small_models import small_model, state_specs
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.engine import Engine
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.model import Model
 
 MODELS = {"local": LOCAL_MODEL}

@@ -122,7 +122,7 @@ def test_named_sessions_are_saved_before_pinned_prompts(
     engine.create(name="a").result()
     write(engine, "a", 2, text(1, 20))
     # Any later change of the pin is written at the end.
-    engine._pin_files._next_check = float("inf")  # type: ignore[union-attr]
+    engine._files.pins._next_check = float("inf")  # type: ignore[union-attr]
     pinned = GenerationRequest(text(2, 40), 1, pins=(PinRequest(1000),))
     engine.generate(pinned).text()
     monkeypatch.setattr(os, "replace", recorded)

@@ -13,7 +13,7 @@ from small_models import local_spec, small_model, state_specs
 
 from kvkeep.engine import Engine, GenerationRequest, Limits
 from kvkeep.engine.in_place import ALIGNED
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.sampling import Sampling

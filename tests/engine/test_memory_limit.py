@@ -8,7 +8,8 @@ from engine.killed import CELL, MODEL, SETTINGS, new_engine, text, write
 from full_disk import small_files_only
 
 from kvkeep.engine import Engine, GenerationRequest, PinRequest, registry
-from kvkeep.engine.record import SessionRecord, max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.errors import NoRoom, StoreError
 from kvkeep.session.memory import Memory, memory_bytes

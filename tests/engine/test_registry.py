@@ -23,7 +23,7 @@ from kvkeep.engine import (
     SessionRecord,
     SessionRequest,
 )
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.errors import (
     Busy,
     Cancelled,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_models import small_model, state_specs
 
 from kvkeep.engine import Engine
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.engine.steps import MIN_MESSAGE_STEP, StepGrid, prefill_step_at
 from kvkeep.model import Model
 from tests.examples import examples

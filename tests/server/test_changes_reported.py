@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvkeep.engine import Generation, GenerationRequest, Limits, Operation
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from tests.server.conftest import RunningServer, running_server

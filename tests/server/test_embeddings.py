@@ -16,7 +16,7 @@ from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaForCausalLM
 
 from kvkeep.engine import Engine, GenerationRequest, Limits
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.errors import NoRoom, UnsupportedModel
 from kvkeep.loader import load_model
 from kvkeep.model import Model

@@ -11,7 +11,7 @@ import pytest
 from server.conftest import running_server
 
 from kvkeep.engine import Limits
-from kvkeep.engine.record import max_session_bytes
+from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.model import Model
 from tests.scripted_model import model_with_text_of
 

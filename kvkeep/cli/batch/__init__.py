@@ -148,7 +148,7 @@ def _require_memory(
     model: "Model", settings: SessionOptions, requests: "list[GenerationRequest]", max_bytes: int
 ) -> None:
     """Raise InvalidArgument if even the smallest request needs more than `max_bytes`."""
-    from kvkeep.engine.record import max_session_bytes
+    from kvkeep.engine.memory_bound import max_session_bytes
 
     token_count = min(len(request.prompt) + (request.max_tokens or 0) for request in requests)
     needed = max_session_bytes(settings.memory.new_session(model), token_count)
