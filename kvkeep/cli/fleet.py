@@ -10,7 +10,7 @@ import click
 from kvkeep.cli.lazy import OptionsOnlyCommand
 from kvkeep.cli.options import command, compact_at_option, option, option_group
 from kvkeep.cli.output import say
-from kvkeep.cli.serve import ServingOptions, require_server_packages
+from kvkeep.cli.serving_options import ServingOptions, require_server_packages
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects import is_url
 
