@@ -12,7 +12,7 @@ from cli.conftest import Invoke
 from server.conftest import RunningServer, running_server, without_saved_revision
 from timeouts import PATIENCE
 
-from kvkeep.cli.chat.remote import RemoteChatSession
+from kvkeep.cli.chat.remote_conversation import RemoteChatSession
 from kvkeep.cli.chat.settings import SERVER_LIMITS
 from kvkeep.client import Client
 from kvkeep.model import Model
