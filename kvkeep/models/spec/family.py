@@ -15,6 +15,16 @@ WindowRule = Literal["sliding_window", "use_sliding_window", "max_window_layers"
 # How configs describe layers that keep a state: `config_states.py` has a function for each.
 StateRule = Literal["lfm2", "delta_net", "mamba2", "falcon_h1", "nemotron_h"]
 
+# Config fields that many families have defaults for.
+EPS, HEAD_DIM, KV_HEADS = "rms_norm_eps", "head_dim", "num_key_value_heads"
+THETA, TIED, WINDOW = "rope_theta", "tie_word_embeddings", "sliding_window"
+MAX_POSITIONS, VOCAB = "max_position_embeddings", "vocab_size"
+# Norms of sub-layer outputs: the names in checkpoints to the names in kvkeep.
+OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+
 
 @dataclass(frozen=True)
 class Mixture:
