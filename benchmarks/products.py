@@ -26,11 +26,12 @@ from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.random_gguf import random_blocks
-from kvkeep.compiled.binding import CMatrix, kernel_library, raise_for_status
+from kvkeep.compiled.binding import kernel_library, raise_for_status
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS, PackedLinear, shared_scratch
 from kvkeep.compiled.operands import matrix_operand
 from kvkeep.compiled.products import prompt_products
+from kvkeep.compiled.structures import CMatrix
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import PackedMatrix, as_tensor, from_gguf, pack
 from kvkeep.storage.files.atomic import write_json

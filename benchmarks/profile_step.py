@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from kvkeep import Model, Session
-from kvkeep.compiled.binding import PHASES
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.structures import PHASES
 from kvkeep.runtime.worker import compute_lock
 
 _WARM, _OPERATORS = 5, 8

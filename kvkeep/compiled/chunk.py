@@ -10,7 +10,8 @@ from torch import Tensor
 from kvkeep.cache import LayerAttention, Layout, RaggedCells
 from kvkeep.cache.step import ChunkStep, dispatch
 from kvkeep.cache.view import View
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
+from kvkeep.compiled.binding import HEAD_DIMS, STATUS_NO_MEMORY, kernel_library, raise_for_status
 from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
 from kvkeep.models.layers.executor import AnyStep
 
@@ -19,7 +20,7 @@ _BLOCK_CELLS = 64  # `kBlockCells` in src/attention.h
 
 def layer_attention(step: AnyStep) -> LayerAttention:
     """Return the attention of a forward that torch computes: by the kernels if they support it."""
-    kernels = c.kernel_library()
+    kernels = kernel_library()
     if kernels is None or not isinstance(step, ChunkStep):
         return step.layer_attention
     layouts = [s.newest_segment.layout for s in (step, step.local_step) if s]
@@ -30,7 +31,7 @@ def layer_attention(step: AnyStep) -> LayerAttention:
 def supports_attention(layout: Layout) -> bool:
     """Whether the kernels compute the attention of a chunk to cells of a layout."""
     on_cpu, is_bfloat16 = layout.device.type == "cpu", layout.dtype is torch.bfloat16
-    return on_cpu and is_bfloat16 and layout.head_dim in c.HEAD_DIMS
+    return on_cpu and is_bfloat16 and layout.head_dim in HEAD_DIMS
 
 
 def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
@@ -130,7 +131,7 @@ class ChunkAttention:
             else address(step.log_sums[layer], "log sums", torch.float32, (heads, n)),
         )
         step.observe(layer, q)  # keeps the queries, if a compression needs them
-        c.raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
+        raise_for_status(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
     def _packed_memory(self, size: int) -> Tensor:
@@ -139,7 +140,7 @@ class ChunkAttention:
             try:
                 self._packed = torch.empty(size, dtype=torch.uint8, device="cpu")
             except RuntimeError:
-                c.raise_for_status(c.STATUS_NO_MEMORY)
+                raise_for_status(STATUS_NO_MEMORY)
         return self._packed
 
 

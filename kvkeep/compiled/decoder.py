@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.cache import Layout
 from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.compiled.binding import HEAD_DIMS, CModel, raise_for_status
+from kvkeep.compiled.binding import HEAD_DIMS, raise_for_status
 from kvkeep.compiled.chunk import chunk_attention
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import shared_scratch
@@ -20,6 +20,7 @@ from kvkeep.compiled.model import describe_model, kernel_groups
 from kvkeep.compiled.products import ProductExecutor, prompt_products, unavailable_reason
 from kvkeep.compiled.states import DecodedStates, output_width, unsupported_states
 from kvkeep.compiled.step import GroupShape, describe_step
+from kvkeep.compiled.structures import CModel
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.executor import AnyStep, run_network
 from kvkeep.models.spec.model_spec import ModelSpec

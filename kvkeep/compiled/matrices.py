@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.compiled.binding import CMatrix, raise_for_status
+from kvkeep.compiled.binding import raise_for_status
 from kvkeep.compiled.operands import address, require
+from kvkeep.compiled.structures import CMatrix
 from kvkeep.models.layers.primitives import padded_row_count
 from kvkeep.models.weights.packing import BLOCK_ROWS, Matrix
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
 from kvkeep.compiled.operands import ModelOperands, require
 from kvkeep.compiled.states import describe_state_layer, input_factors, state_shape
 from kvkeep.models.layers.experts import (

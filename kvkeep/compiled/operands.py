@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.quantised import SCALE_DTYPE, KVTensor, scale_count
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.layers.network import tensor_shapes
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD

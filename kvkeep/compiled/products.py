@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.compiled.binding import (
-    CMatrix,
-    kernel_library,
-    multiplies_prompts,
-    raise_for_status,
-)
+from kvkeep.compiled.binding import kernel_library, multiplies_prompts, raise_for_status
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
 from kvkeep.compiled.operands import ModelOperands, address
 from kvkeep.compiled.states import KernelMixer, unsupported_states
+from kvkeep.compiled.structures import CMatrix
 from kvkeep.models.layers.executor import AnyStep, run_network
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import LM_HEAD

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.step import DecodeStep
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
+from kvkeep.compiled.binding import raise_for_status
 from kvkeep.compiled.operands import ModelOperands, address
 from kvkeep.models.layers.delta_net import DELTA_NET_OUTPUT, GATED_NORM
 from kvkeep.models.layers.mamba import part_factors
@@ -203,7 +204,7 @@ class KernelMixer:
             tokens=n,
             threads=torch.get_num_threads(),
         )
-        c.raise_for_status(self._kernels.kvkeep_state_chunk(chunk))
+        raise_for_status(self._kernels.kvkeep_state_chunk(chunk))
         return out
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
 from kvkeep.compiled.operands import address, cell_bias_address, ragged_cells, require, stored_cells
 from kvkeep.compiled.states import DecodedStates
 from kvkeep.errors import KernelMismatch

@@ -4,8 +4,9 @@ import pytest
 from packed_model import packed_model, spec_of
 
 from benchmarks.profile_step import profile_step, table
-from kvkeep.compiled.binding import PHASES, kernel_library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.structures import PHASES
 from kvkeep.models.layers.decoder import Decoder
 
 PROMPT = [(i * 7) % 250 + 1 for i in range(300)]

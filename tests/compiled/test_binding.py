@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvkeep.compiled import binding
-from kvkeep.compiled.binding import (
-    STRUCTURES,
-    CLayer,
-    CMatrix,
-    kernel_library,
-    require_same_interface,
-)
+from kvkeep.compiled.binding import kernel_library, require_same_interface
 from kvkeep.compiled.instruction_sets import SETS, load_kernels, runs_here
+from kvkeep.compiled.structures import STRUCTURES, CLayer, CMatrix
 from kvkeep.errors import KernelMismatch
 
 kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")

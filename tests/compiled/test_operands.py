@@ -16,17 +16,16 @@ from torch import Tensor
 import kvkeep
 from kvkeep.cache import RaggedCells
 from kvkeep.cache.quantised import QuantisedTensor
-from kvkeep.compiled.binding import (
+from kvkeep.compiled.binding import kernel_library, raise_for_status
+from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.structures import (
     DENSE_FORMATS,
     CChunk,
     CDecodeStep,
     CMatrix,
     CModel,
     CSimilarity,
-    kernel_library,
-    raise_for_status,
 )
-from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compression.methods.similarity import most_similar
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.weights.formats import FORMATS

@@ -7,16 +7,11 @@ import torch
 from random_blocks import exact, random_blocks
 from torch import Tensor
 
-from kvkeep.compiled.binding import (
-    DENSE_FORMATS,
-    CMatrix,
-    kernel_library,
-    raise_for_status,
-    require_same_interface,
-)
+from kvkeep.compiled.binding import kernel_library, raise_for_status, require_same_interface
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS, PackedLinear
 from kvkeep.compiled.operands import matrix_operand
+from kvkeep.compiled.structures import DENSE_FORMATS, CMatrix
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import Matrix, from_gguf, pack

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import MASK_BIAS
-from kvkeep.compiled import binding as c
+from kvkeep.compiled import structures as c
+from kvkeep.compiled.binding import HEAD_DIMS, kernel_library, raise_for_status
 from kvkeep.compiled.chunk import packed_bytes
 from kvkeep.compiled.operands import stored_cells
 
-pytestmark = pytest.mark.skipif(c.kernel_library() is None, reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 CELLS = 300  # five blocks, the last of which is not full
 HEADS = [(1, 1), (3, 1), (4, 2), (16, 1)]
@@ -61,7 +62,7 @@ def compact(x: Tensor, counts: Tensor) -> Tensor:
 
 def attend(given: Prompt, threads: int = 1) -> tuple[Tensor, Tensor]:
     """Attend by the kernels: the output `[n, heads * d]`, and the log sums `[heads, n]`."""
-    kernels, (n, heads, head_dim) = c.kernel_library(), given.q.shape
+    kernels, (n, heads, head_dim) = kernel_library(), given.q.shape
     assert kernels is not None
     kv_heads, cells = given.keys.shape[:2]
     half = torch.ones(1, n, head_dim // 2)
@@ -108,7 +109,7 @@ def attend(given: Prompt, threads: int = 1) -> tuple[Tensor, Tensor]:
         out=out.data_ptr(),
         log_sums=log_sums.data_ptr(),
     )
-    c.raise_for_status(kernels.kvkeep_attend_chunk(chunk))
+    raise_for_status(kernels.kvkeep_attend_chunk(chunk))
     return out, log_sums
 
 
@@ -145,14 +146,14 @@ def require_near(given: Prompt) -> None:
 
 @pytest.mark.parametrize("n", [1, 17, 46])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("head_dim", c.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_results_are_near_those_of_plain_products(
     head_dim: int, heads: int, kv_heads: int, n: int
 ) -> None:
     require_near(prompt(n, heads, kv_heads, head_dim))
 
 
-@pytest.mark.parametrize("head_dim", c.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_biases_of_cells_caps_and_sinks_are_applied(head_dim: int) -> None:
     given = prompt(46, 6, 2, head_dim)
     random = torch.Generator().manual_seed(1)
@@ -164,7 +165,7 @@ def test_biases_of_cells_caps_and_sinks_are_applied(head_dim: int) -> None:
     require_near(replace(given, sinks=torch.randn(6, generator=random), softcap=50.0))
 
 
-@pytest.mark.parametrize("head_dim", c.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_heads_of_different_counts_end_where_their_cells_end(head_dim: int) -> None:
     given = prompt(20, 6, 3, head_dim)
     given = replace(given, bias=torch.zeros(20, CELLS), counts=torch.tensor([CELLS, 1, 130]))
@@ -180,7 +181,7 @@ def test_later_tokens_are_not_seen(heads: int, kv_heads: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("head_dim", c.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_row_has_the_same_bits_alone_and_beside_others(
     head_dim: int, heads: int, kv_heads: int
 ) -> None:

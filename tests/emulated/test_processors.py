@@ -5,8 +5,9 @@ import torch
 from emulated.emulator import MACHINE, Emulator, Object
 
 from kvkeep.compiled import instruction_sets
-from kvkeep.compiled.binding import CMatrix, kernel_library
+from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import ARCHITECTURES, SETS, selected_set
+from kvkeep.compiled.structures import CMatrix
 
 pytestmark = pytest.mark.skipif(
     SETS is not ARCHITECTURES["aarch64"] or not MACHINE.exists(), reason="run by `make emulated`"

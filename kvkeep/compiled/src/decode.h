@@ -1,6 +1,6 @@
 // A decode step: one token of each of several sequences, through all layers. The structures are the
-// interface to Python: layout.cpp lists their fields, kvkeep/compiled/binding.py has the same ones
-// in ctypes.
+// interface to Python: layout.cpp lists their fields, and kvkeep/compiled/structures.py has
+// the same ones in ctypes.
 #pragma once
 
 #include "cells.h"

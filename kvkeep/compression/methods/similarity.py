@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import CSimilarity, kernel_library, raise_for_status
+from kvkeep.compiled.binding import kernel_library, raise_for_status
 from kvkeep.compiled.operands import address
+from kvkeep.compiled.structures import CSimilarity
 
 BLOCK_ROWS = 256  # rows compared with all older ones at a time
 
