@@ -6,10 +6,8 @@ that could be wrong: file names hold the keys, and modification times the last u
 blocks there is a checkpoint, in a file of the same name with another ending.
 """
 
-import os
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -34,6 +32,7 @@ from kvkeep.storage.prefixes.block import (
     read_keyed,
     read_tokens,
 )
+from kvkeep.storage.prefixes.block_files import BlockFiles, branching_keys
 from kvkeep.storage.prefixes.checkpoint import (
     CHECKPOINT_FORMAT,
     CHECKPOINT_KIND,
@@ -44,9 +43,7 @@ from kvkeep.storage.prefixes.checkpoint import (
 from kvkeep.storage.prefixes.coding import BlockCoding, BlockCodings, block_codec
 from kvkeep.storage.prefixes.inventory import (
     BLOCK_KIND,
-    BLOCK_SUFFIX,
     BLOCK_TOKENS,
-    CHECKPOINT_SUFFIX,
     StoredFile,
 )
 from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES, Quota
@@ -84,6 +81,7 @@ class PrefixStore:
                 "can be written"
             ) from error
         self._lock = FileLock(self.path / "lock")
+        self._files = BlockFiles(self.path)
 
     def find(
         self, fingerprint: Fingerprint, tokens: Sequence[int], need: CheckpointNeed | None = None
@@ -98,7 +96,7 @@ class PrefixStore:
             hits.append(cells)
         missing = blocks[len(hits) :]
         differs_at = first_difference(missing, tokens, self._longest_common_prefix_length)
-        self._touch(blocks[: len(hits)])
+        self._files.mark_used(blocks[: len(hits)])
         stored_tokens = BLOCK_TOKENS * len(hits)
         if need is not None:
             checkpoint = self._newest_checkpoint(blocks[: len(hits)], need)
@@ -114,7 +112,7 @@ class PrefixStore:
         coding = self._coding(fingerprint)
         stored_tokens, parent = 0, _root_key(fingerprint, coding)
         for block in _blocks(fingerprint, tokens, coding):
-            if read_tokens(self._block_path(block)) != block.tokens.tolist():
+            if read_tokens(self._files.of_cells(block)) != block.tokens.tolist():
                 break
             stored_tokens, parent = stored_tokens + BLOCK_TOKENS, block.key
         common_tokens = self._longest_common_prefix_length(parent, tokens[stored_tokens:])
@@ -154,16 +152,16 @@ class PrefixStore:
         prompt_blocks = _blocks(fingerprint, tokens, coding)
         stored_blocks = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
-            ancestors = {self._block_path(block) for block in stored_blocks}
+            ancestors = {self._files.of_cells(block) for block in stored_blocks}
             if not all(path.exists() for path in ancestors):
                 return 0
             sweep_temporary_files(self.path)
-            quota = Quota(self._files(), self.max_bytes, ancestors)
+            quota = Quota(self._files.dated(), self.max_bytes, ancestors)
             for block, cells in zip(prompt_blocks[len(stored_blocks) :], blocks, strict=False):
                 if not self._put(block, fingerprint, cells, quota, coding):
                     break
                 stored_blocks.append(block)
-            self._touch(stored_blocks)
+            self._files.mark_used(stored_blocks)
             if checkpoint is not None and stored_blocks[-1:] == prompt_blocks[-1:]:
                 self._thin_checkpoints(prompt_blocks, kept_ends, quota)
                 self._put_checkpoint(prompt_blocks[-1], checkpoint, quota)
@@ -179,14 +177,15 @@ class PrefixStore:
         with self._locked():
             bytes_before = self.nbytes
             sweep_temporary_files(self.path)
-            Quota(self._files(), self.max_bytes if size_limit is None else size_limit).make_room(0)
+            size_limit = self.max_bytes if size_limit is None else size_limit
+            Quota(self._files.dated(), size_limit).make_room(0)
             return bytes_before - self.nbytes
 
     @property
     def nbytes(self) -> int:
         """Total size of all blocks. Raises StoreError if the folder cannot be read."""
         try:
-            return sum(size for _, size, _ in self._files())
+            return sum(size for _, size, _ in self._files.dated())
         except OSError as error:
             raise self._store_error("read", error) from error
 
@@ -208,19 +207,13 @@ class PrefixStore:
         reason = error.strerror or error
         return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
-    def _block_path(self, block: PrefixBlock) -> Path:
-        return self.path / f"{block.parent}-{block.key}{BLOCK_SUFFIX}"
-
-    def _checkpoint_path(self, block: PrefixBlock) -> Path:
-        return self._block_path(block).with_suffix(CHECKPOINT_SUFFIX)
-
     def _coding(self, fingerprint: Fingerprint) -> BlockCoding | None:
         return self._codings.of(fingerprint)
 
     def _read(
         self, block: PrefixBlock, fingerprint: Fingerprint, coding: BlockCoding | None
     ) -> BlockCells | None:
-        container = read_block(self._block_path(block), block.key)
+        container = read_block(self._files.of_cells(block), block.key)
         return None if container is None else block.cells_from(container, fingerprint, coding)
 
     def _put(
@@ -232,7 +225,7 @@ class PrefixStore:
         coding: BlockCoding | None,
     ) -> bool:
         """Write a block unless it is stored. Returns False if there is no room for it."""
-        path = self._block_path(block)
+        path = self._files.of_cells(block)
         container = read_block(path, block.key)
         if container is not None and block.is_of(container, fingerprint, coding):
             quota.pin(path)
@@ -254,19 +247,17 @@ class PrefixStore:
         """Return the newest checkpoint after one of a prompt's blocks, and mark it as used."""
         checkpoint = newest_checkpoint(blocks, need, lambda x: self._read_checkpoint(x, need))
         if checkpoint is not None:
-            path = self._checkpoint_path(blocks[checkpoint.num_tokens // BLOCK_TOKENS - 1])
-            with suppress(OSError):  # as in `_touch`
-                os.utime(path)
+            self._files.mark_checkpoint_used(blocks[checkpoint.num_tokens // BLOCK_TOKENS - 1])
         return checkpoint
 
     def _read_checkpoint(self, block: PrefixBlock, need: CheckpointNeed) -> Checkpoint | None:
-        path, kind = self._checkpoint_path(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
+        path, kind = self._files.of_checkpoint(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
         container = read_keyed(path, block.key, *kind)
         return None if container is None else decode_checkpoint(container, block.end, need)
 
     def _put_checkpoint(self, block: PrefixBlock, checkpoint: Checkpoint, quota: Quota) -> None:
         """Write the checkpoint after a block, if there is room for it, unless it is stored."""
-        path, kind = self._checkpoint_path(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
+        path, kind = self._files.of_checkpoint(block), (CHECKPOINT_KIND, CHECKPOINT_FORMAT)
         document, tensors = encode_checkpoint(checkpoint)
         document["key"] = block.key
         stored = read_keyed(path, block.key, *kind)
@@ -283,48 +274,23 @@ class PrefixStore:
         self, blocks: Sequence[PrefixBlock], kept_ends: Collection[int], quota: Quota
     ) -> None:
         """Remove checkpoints of a prompt other than after `kept_ends`, except where it branches."""
-        names, own_keys = set(os.listdir(self.path)), {block.key for block in blocks}
-        stems = (name.removesuffix(BLOCK_SUFFIX) for name in names if name.endswith(BLOCK_SUFFIX))
-        links = (stem.partition("-") for stem in stems)
-        branching = {parent for parent, _, key in links if key not in own_keys}
+        names = self._files.names()
+        branching = branching_keys(names, {block.key for block in blocks})
         for block in blocks:
-            path = self._checkpoint_path(block)
+            path = self._files.of_checkpoint(block)
             is_kept = block.end in kept_ends or block.key in branching
             if not is_kept and path.name in names and path.is_file():
                 quota.remove(path)
 
-    def _touch(self, blocks: Sequence[PrefixBlock]) -> None:
-        """Mark blocks as used now; descendants as slightly older, to be evicted first."""
-        now = time.time_ns()
-        for age, block in enumerate(blocks):
-            with suppress(OSError):  # removed meanwhile, or the store is read-only
-                os.utime(self._block_path(block), ns=(now - age, now - age))
-
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield (time of last use in ns, bytes, path) of each file of a block."""
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    is_stored = entry.name.endswith((BLOCK_SUFFIX, CHECKPOINT_SUFFIX))
-                    if is_stored and entry.is_file():
-                        status = entry.stat()
-                        yield status.st_mtime_ns, status.st_size, self.path / entry.name
-
     def _longest_common_prefix_length(self, parent: str, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` a child of block `parent` begins with, of the newest few."""
-        dated = list[tuple[int, str]]()
         try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    if entry.name.startswith(f"{parent}-") and entry.name.endswith(BLOCK_SUFFIX):
-                        with suppress(FileNotFoundError):  # evicted meanwhile
-                            dated.append((entry.stat().st_mtime_ns, entry.name))
+            paths = self._files.newest_children(parent, MAX_COMPARED_BLOCKS)
         except FileNotFoundError:
             return 0  # another process removed the folder; the next block creates it again
         except OSError as error:
             raise self._store_error("read", error) from error
-        newest = sorted(dated, reverse=True)[:MAX_COMPARED_BLOCKS]
-        lengths = (common_prefix_length(read_tokens(self.path / n), tokens) for _, n in newest)
+        lengths = (common_prefix_length(read_tokens(path), tokens) for path in paths)
         return max(lengths, default=0)
 
 
