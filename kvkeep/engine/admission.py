@@ -3,10 +3,11 @@
 import itertools
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvkeep.engine.followers import Followers
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.lookups import PrefixLookups
@@ -18,7 +19,7 @@ from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, Sess
 from kvkeep.engine.reuse import ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.usage import LastAnswer, Reuse
-from kvkeep.errors import Cancelled, InvalidArgument
+from kvkeep.errors import InvalidArgument
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
@@ -48,14 +49,12 @@ class Admission:
         self.alignment = alignment
         self._registry, self._policy = registry, registry.policy
         self._operation_log, self._new_session = log, new_session
-        callbacks = (self._fork_followers, self._end)
+        callbacks = (self._start_followers, self._end)
         self.scheduler = Scheduler(registry.policy, *callbacks, speculation, lookups)
         # Prompts that continued no session, by owner, the newest first.
         self.cache_misses = defaultdict[str, deque[ReuseReport]](lambda: deque(maxlen=_MAX_MISSES))
-        # Generations that wait for another one to prefill their common prompt, by that one.
-        self._followers: dict[Generation, list[Generation]] = {}
-        self._end_reasons = Counter[str]()
-        self._totals = Totals(self._end_reasons)
+        self._followers = Followers(registry)
+        self._totals = Totals()
 
     def admit(
         self,
@@ -75,21 +74,11 @@ class Admission:
         self._policy.require_slots(owner, len(listeners), in_progress, step_seconds)
         with restored_if_refused(self._registry, session_name, owner):
             prepared = self._prepare_session(request, session_name, owner, revision)
-            record = prepared.record
-            try:
-                if isinstance(request, SessionRequest):
-                    request = self._build_request(request, record)
-                samplings = samplings or [request.sampling]
-                self._reserve(request, prepared, samplings)
-                prepared.require_fit(request.prompt)
-                prepared.start()
-                feeding = _feeding(request, prepared)
-            except BaseException:
-                if not record.named and record.revision == 0:  # it was created for this prompt
-                    self._registry.remove(record)
-                raise
+            request, feeding = self._begin(request, prepared, samplings)
+        record = prepared.record
         if prepared.plan is not None:
             self._operation_log.add(record, ALIGNED, prepared.plan.evaluated)
+        samplings = samplings or [request.sampling]
         first, *followers = [
             Generation(replace(request, sampling=sampling), record, listener)
             for sampling, listener in zip(samplings, listeners, strict=True)
@@ -99,7 +88,7 @@ class Admission:
         record.suggest_title(request.title)
         first.start(feeding, prepared.reuse)
         self.scheduler.running.append(first)
-        self._followers[first] = followers
+        self._followers.add(first, followers)
         return [first, *followers]
 
     def totals(self) -> Totals:
@@ -108,7 +97,7 @@ class Admission:
         in_memory = sum(record.session is not None for record in records)
         return replace(
             self._totals,
-            ended=dict(self._end_reasons),
+            ended=self._totals.ended.copy(),
             latencies=self._totals.latencies.copy(),
             waiting=sum(generation.is_waiting for generation in self._in_progress),
             running=len(self._in_progress),
@@ -136,6 +125,26 @@ class Admission:
         if isinstance(request, GenerationRequest):
             self._check_prompt(request, session_length=len(record.live.tokens))
         return PreparedSession(record, Reuse())
+
+    def _begin(
+        self, request: RequestLike, prepared: PreparedSession, samplings: Sequence[Sampling]
+    ) -> tuple[GenerationRequest, Feeding | AlignedFeeding | None]:
+        """Reserve memory, and begin a request's prompt in its session; see `_feeding`.
+
+        If this fails, a session that was created for the prompt is removed.
+        """
+        record = prepared.record
+        try:
+            if isinstance(request, SessionRequest):
+                request = self._build_request(request, record)
+            self._reserve(request, prepared, samplings or [request.sampling])
+            prepared.require_fit(request.prompt)
+            prepared.start()
+            return request, _feeding(request, prepared)
+        except BaseException:
+            if not record.named and record.revision == 0:  # it was created for this prompt
+                self._registry.remove(record)
+            raise
 
     def _build_request(self, request: SessionRequest, record: SessionRecord) -> GenerationRequest:
         """Reserve memory, then build the request from its session."""
@@ -228,43 +237,18 @@ class Admission:
     @property
     def _in_progress(self) -> list[Generation]:
         """The running generations, and those that wait for another one to prefill their prompt."""
-        return [*self.scheduler.running, *itertools.chain(*self._followers.values())]
+        return [*self.scheduler.running, *self._followers]
 
     # Called by the scheduler
 
-    def _fork_followers(self, generation: Generation) -> None:
-        """Fork the prefilled session for each generation that shares the prompt."""
-        record, followers = generation.record, self._followers.pop(generation, ())
-        record.reserved_bytes //= 1 + len(followers)  # each fork reserves its own
-        for follower in followers:
-            if follower.cancelled:
-                follower.fail_as_cancelled()
-                follower.report_end()
-                continue
-            try:
-                fork = self._registry.add(record.live.fork(), record.owner, named=False)
-                self._registry.reserve(fork, follower.request.max_tokens)
-            except Exception as error:
-                follower.fail(error)
-                follower.report_end()
-                continue
-            fork.step_aligned_tokens, fork.activity = record.step_aligned_tokens, "generating"
-            fork.first_edit = record.first_edit
-            fork.suggest_title(follower.request.title)
-            follower.record = fork
-            reused_tokens, reuse = len(follower.request.prompt), Reuse()
-            if generation.reuse.mode == "in_place":  # its cells are the same
-                reuse = generation.reuse
-            follower.start(
-                None, replace(reuse, tokens=reused_tokens, source="session", session=record.name)
-            )
+    def _start_followers(self, generation: Generation) -> None:
+        """Start the generations that share the prompt, which is prefilled now."""
+        for follower in self._followers.start(generation):
             self.scheduler.running.append(follower)
 
     def _end(self, generation: Generation) -> None:
         """Release the session of an ended generation, and report the end."""
-        for follower in self._followers.pop(generation, ()):
-            follower.fail(generation.error or Cancelled("the prompt was not completely prefilled"))
-            follower.report_end()
+        self._followers.fail(generation)
         try:
             self._release_session(generation)
         finally:
@@ -273,7 +257,9 @@ class Admission:
     def _release_session(self, generation: Generation) -> None:
         """Make the session of an ended generation idle, and log the operation."""
         record, usage = generation.record, generation.usage
-        self._add_to_totals(generation)
+        # A prompt that was cancelled counts as far as it was prefilled.
+        prefilled = max(0, usage.evaluated - generation.unprefilled_tokens)
+        self._totals.add(usage, prefilled, generation.end_reason)
         if _generation_log.isEnabledFor(logging.INFO):
             _generation_log.info("%s: %s; %s", record.name, usage.summary(), generation.end_reason)
         if generation.generated:
@@ -301,19 +287,6 @@ class Admission:
         self._registry.pins.add(record, generation.request.pins)
         seconds = usage.prefill_seconds + usage.decode_seconds
         self._operation_log.add(record, "generate", usage.evaluated + usage.generated, seconds)
-
-    def _add_to_totals(self, generation: Generation) -> None:
-        usage, totals = generation.usage, self._totals
-        self._end_reasons[generation.end_reason] += 1
-        # A prompt that was cancelled counts as far as it was prefilled.
-        totals.prefilled += max(0, usage.evaluated - generation.unprefilled_tokens)
-        totals.reused += usage.reuse.tokens
-        totals.generated += usage.generated
-        totals.drafted += usage.drafts.drafted
-        totals.accepted += usage.drafts.accepted
-        totals.prefill_seconds += usage.prefill_seconds
-        totals.decode_seconds += usage.decode_seconds
-        totals.latencies.add(usage)
 
 
 def _tokens_to_add(request: GenerationRequest, prepared: PreparedSession) -> int:

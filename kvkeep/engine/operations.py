@@ -1,12 +1,13 @@
 """The operation log of an engine, and its counts for statistics."""
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvkeep.engine.latency import Latencies
 from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.usage import Usage
 
 _MAX_OPERATIONS = 200  # operations of one owner
 
@@ -30,7 +31,7 @@ class Operation:
 class Totals:
     """Counts of an engine since it started, and of its present work."""
 
-    ended: dict[str, int]  # generations by the reason of their end
+    ended: Counter[str] = field(default_factory=Counter)  # generations by the reason of their end
     prefilled: int = 0  # tokens
     reused: int = 0
     generated: int = 0
@@ -47,6 +48,18 @@ class Totals:
     memory_limit: int = 0
     pins: int = 0  # of prefixes, now
     evicted_pins: int = 0  # for lack of memory, before they expired
+
+    def add(self, usage: Usage, prefilled: int, end_reason: str) -> None:
+        """Count a generation that ended. prefilled: how many tokens of its prompt were."""
+        self.ended[end_reason] += 1
+        self.prefilled += prefilled
+        self.reused += usage.reuse.tokens
+        self.generated += usage.generated
+        self.drafted += usage.drafts.drafted
+        self.accepted += usage.drafts.accepted
+        self.prefill_seconds += usage.prefill_seconds
+        self.decode_seconds += usage.decode_seconds
+        self.latencies.add(usage)
 
 
 class OperationLog:
