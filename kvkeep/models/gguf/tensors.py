@@ -247,6 +247,13 @@ def _by_hub_name(
         return {f"{prefix}.{layer_names[module]}.{suffix}": tensor}
     if suffix == "bias" and architecture != _GPT_OSS:  # only its experts and routers have biases
         return {}
+    return _expert_tensors(prefix, module, suffix, tensor)
+
+
+def _expert_tensors(
+    prefix: str, module: str, suffix: str, tensor: PackedTensor
+) -> dict[str, PackedTensor]:
+    """Return a layer's tensor of a router or of experts by Hugging Face name; empty for others."""
     if module in _MOE_NAMES:
         if suffix == "weight" and len(tensor.shape) == 1:  # the shared expert's gate, one row
             tensor = replace(tensor, shape=(1, *tensor.shape), data=tensor.data.reshape(1, -1))

@@ -42,15 +42,7 @@ def spec_from_config(
     path: of config.json, for messages.
     """
     architecture, family = _architecture_and_family(values, path)
-    values = _language_model_config(values) if family.multimodal else values
-    renamed = {
-        field: values[alias]
-        for alias, field in family.field_aliases.items()
-        if values.get(alias) is not None
-    }
-    config = ConfigFields({**family.defaults, **values, **renamed}, path)
-    if family.state_rule == "nemotron_h":
-        config = nemotron_h_config(config)
+    config = _config_of_family(values, family, path)
     unsupported.check_fields(config, architecture)
     fields = layer_type_fields(config, family) | expert_fields(config, family)
     fields |= state_fields(config, family)
@@ -102,6 +94,18 @@ def _architecture_and_family(values: Mapping[str, Any], path: Path) -> tuple[str
         if model_type == "ministral3":
             return architecture, replace(FAMILIES["Ministral3ForCausalLM"], multimodal=True)
     return architecture, FAMILIES[architecture]
+
+
+def _config_of_family(values: Mapping[str, Any], family: Family, path: Path) -> ConfigFields:
+    """Return a config's fields under the names of all families, with the family's defaults."""
+    values = _language_model_config(values) if family.multimodal else values
+    renamed = {
+        field: values[alias]
+        for alias, field in family.field_aliases.items()
+        if values.get(alias) is not None
+    }
+    config = ConfigFields({**family.defaults, **values, **renamed}, path)
+    return nemotron_h_config(config) if family.state_rule == "nemotron_h" else config
 
 
 def _language_model_config(values: Mapping[str, Any]) -> Mapping[str, Any]:

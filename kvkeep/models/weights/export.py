@@ -65,18 +65,23 @@ def export(
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(to.absolute()) as partial_folder, bar:
-            for path in folder.iterdir():
-                if path.name == "config.json":
-                    (partial_folder / path.name).write_bytes(_exported_config(path))
-                    continue
-                is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
-                if path.is_file() and not is_conversion_file:
-                    shutil.copy(path, partial_folder)
-                elif path.name in (ADDITIONAL_FOLDER, POOLING_FOLDER):
-                    shutil.copytree(path, partial_folder / path.name)
+            _copy_other_files(folder, partial_folder, converted)
             write_tensors(partial_folder / "model.safetensors", entries, chunks(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
+
+
+def _copy_other_files(folder: Path, to: Path, converted: Path) -> None:
+    """Copy a model's config, tokenizer and template. converted: the file of its weights."""
+    for path in folder.iterdir():
+        if path.name == "config.json":
+            (to / path.name).write_bytes(_exported_config(path))
+            continue
+        is_conversion_file = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
+        if path.is_file() and not is_conversion_file:
+            shutil.copy(path, to)
+        elif path.name in (ADDITIONAL_FOLDER, POOLING_FOLDER):
+            shutil.copytree(path, to / path.name)
 
 
 def _exported_config(path: Path) -> bytes:
