@@ -39,9 +39,11 @@ from kvkeep.server.sessions import (
     aligning,
     compaction,
     editing,
+    events,
     generate,
     lifecycle,
     pins,
+    reuse,
     views,
 )
 from kvkeep.server.transport import TransportMiddleware
@@ -60,7 +62,8 @@ _API_MODULES = (
         auxiliary,
     ),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, aligning, compaction, views, pins, metrics),
+    *(lifecycle, generate, editing, aligning, compaction),
+    *(views, events, reuse, pins, metrics),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 # Headers of responses that browsers may show to pages of allowed origins.

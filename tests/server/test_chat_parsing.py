@@ -14,7 +14,7 @@ from kvkeep.server.openai import chat, responses
 from kvkeep.server.openai.chat_request import ChatRequest
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.service import RequestContext
-from kvkeep.server.sessions import views
+from kvkeep.server.sessions import reuse
 
 
 class WatchedMessage(dict[str, Any]):
@@ -49,8 +49,8 @@ ROUTES: dict[str, Route] = {
         ),
         context,
     ),
-    "explain": lambda message, context: views.explain(
-        views.ExplainRequest.model_construct(messages=[message]), context
+    "explain": lambda message, context: reuse.explain(
+        reuse.ExplainRequest.model_construct(messages=[message]), context
     ),
 }
 

@@ -1,32 +1,17 @@
-"""Views of sessions: tokens and cells, operations, and why prompts miss the prefix cache."""
+"""Views of a session: its tokens, their texts, and the cells that each KV head holds."""
 
-import asyncio
-import dataclasses
-from asyncio import to_thread, wrap_future
-from collections.abc import AsyncIterator
 from itertools import groupby
 from typing import Annotated, Any
 
 import torch
 from fastapi import Query
-from starlette.responses import StreamingResponse
 
 from kvkeep.cache.ragged import RaggedCells
-from kvkeep.chat.messages import Chat
-from kvkeep.chat.openai_chat import parse_chat
-from kvkeep.chat.renderer import RenderOptions
-from kvkeep.engine import Engine, LastAnswer, Operation, ReuseReport, SessionRecord
+from kvkeep.engine import Engine, LastAnswer, SessionRecord
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.alignment import AlignmentFields
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import chat_input
-from kvkeep.server.errors import ApiError
-from kvkeep.server.limits import Tools
-from kvkeep.server.service import ContextDep, RequestContext
+from kvkeep.server.service import ContextDep
 from kvkeep.server.sessions.entry import SessionName, session_entry
-from kvkeep.server.sessions.generate import FeedRequest
-from kvkeep.server.sse import EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
 from kvkeep.session.streaming import CONTEXT_TOKENS, token_texts
 
@@ -38,9 +23,6 @@ _SESSION_FIELDS = (
 )
 _Index = Annotated[int, Query(ge=0, lt=2**16)]
 _TokenIndex = Annotated[int, Query(ge=0, lt=2**40)]
-_POLL_SECONDS = 1.0  # between two checks for the server's shutdown
-_KEEPALIVE_POLLS = 15  # polls without an event, after which a comment keeps the connection open
-_QUEUE_SIZE = 1000  # events buffered for a slow client; further ones are dropped
 
 
 @router.get("/v1/sessions/{name}/memory")
@@ -205,140 +187,3 @@ def _head_positions(session: Session, layer: int, head: int) -> dict[str, Any]:
         "residual": sorted(residual),
         "end": end,
     }
-
-
-@router.get("/v1/events", response_model=None, responses=EVENTS)
-async def events(context: ContextDep) -> StreamingResponse:
-    """Stream new operations on the owner's sessions."""
-    return sse_response(_operation_events(context, None), None)
-
-
-@router.get("/v1/operations")
-async def operations(context: ContextDep) -> dict[str, Any]:
-    """List recent operations, the newest first.
-
-    `seconds` are 0 for changes that evaluate nothing, and for the alignment of a request: its
-    tokens are evaluated in the `generate` after it.
-    """
-    log = await wrap_future(context.engine.operations(context.owner))
-    return {"object": "list", "data": [_operation_entry(operation) for operation in log]}
-
-
-@router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
-async def session_events(name: SessionName, context: ContextDep) -> StreamingResponse:
-    """Stream new operations on one session."""
-    await wrap_future(context.engine.find(name, context.owner))
-    return sse_response(_operation_events(context, name), None)
-
-
-class ExplainRequest(FeedRequest, AlignmentFields):
-    """A prompt, and how it may be reused. tools: those that `messages` are sent with."""
-
-    tools: Tools | None = None
-
-    def chat(self) -> Chat:
-        """Return the conversation of `messages` with its tools."""
-        return parse_chat({"messages": self.messages, "tools": self.tools})
-
-
-@router.post("/v1/prefix/explain")
-async def explain(body: ExplainRequest, context: ContextDep) -> dict[str, Any]:
-    """Report how much of a prompt would be reused, and why not more, without evaluating it.
-
-    `messages` (with `tools`) are rendered as in chats: prompt rules are applied, and earlier
-    answers of this server are replaced by their sampled tokens. `prompt_rules` names the rules that
-    changed the prompt; `written` counts those sampled tokens.
-    With `alignment` "in_place" it names each seam, with the texts that would be removed and
-    inserted there, or why the prompt would not be aligned.
-    """
-    model, notices, written = context.service.model, context.notices, 0
-    body.require_one_input()
-    if body.messages is None:
-        ids = await to_thread(body.encode, model, notices, True)
-    else:
-        prompt = await chat_input(context, body.chat, RenderOptions(continue_final=False))
-        ids, written = tuple(prompt.ids), prompt.written_tokens
-    if not ids:
-        raise ApiError(400, "send text, tokens or messages")
-    alignment = body.alignment_options(context)
-    report = await wrap_future(context.engine.explain(ids, context.owner, alignment))
-    entry = _reuse_entry(report, context.tokenizer)
-    return {**entry, "written": written, "prompt_rules": context.notices.rules}
-
-
-@router.get("/v1/prefix/misses")
-async def misses(context: ContextDep) -> dict[str, Any]:
-    """List recent prompts that were reused in part or not at all, in the form of `explain`."""
-    recent_misses = await wrap_future(context.engine.cache_misses(context.owner))
-    data = [
-        {"number": miss.number, "created": int(miss.when), **_reuse_entry(miss, context.tokenizer)}
-        for miss in recent_misses
-    ]
-    return {"object": "list", "data": data}
-
-
-def _reuse_entry(report: ReuseReport, tokenizer: TextCodec) -> dict[str, Any]:
-    """Return how much of a prompt is reused, and the texts around the first difference."""
-    reuse, difference = report.reuse, report.difference
-    entry: dict[str, Any] = {
-        **reuse.as_json(report.prompt_tokens),
-        "session": reuse.session,
-        "reason": "written" if reuse.reason == "sampled" else reuse.reason,
-        "differs_at": reuse.differs_at,
-    }
-    if difference is not None:
-        num_shared = difference.at - difference.start  # tokens before the difference
-        decode = tokenizer.decode if difference.start == 0 else tokenizer.decode_continuation
-        entry["common_text"] = decode(difference.prompt[:num_shared])
-        entry["prompt_text"] = tokenizer.decode_continuation(difference.prompt[num_shared:])
-        entry["nearest_text"] = tokenizer.decode_continuation(difference.nearest[num_shared:])
-    if report.reuse.mode == "in_place":
-        entry["seams"] = _seam_entries(report, tokenizer)
-    return entry
-
-
-def _seam_entries(report: ReuseReport, tokenizer: TextCodec) -> list[dict[str, Any]]:
-    """Return the seams of a prompt that is aligned in place, with the texts that differ."""
-    decode = tokenizer.decode_continuation
-    return [
-        {
-            "at": seam.at,
-            "removed_text": decode(seam.removed),
-            "inserted_text": decode(seam.inserted),
-            "reread": seam.reread,
-        }
-        for seam in report.seams
-    ]
-
-
-def _operation_entry(operation: Operation) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(operation).items() if name != "owner"}
-
-
-async def _operation_events(context: RequestContext, session: str | None) -> AsyncIterator[bytes]:
-    """Yield operations on a session of the owner, or on all for None, until shutdown."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
-
-    def enqueue(operation: Operation) -> None:
-        if not queue.full():
-            queue.put_nowait(operation)
-
-    def listener(operation: Operation) -> None:
-        if operation.owner == context.owner and session in (None, operation.session):
-            loop.call_soon_threadsafe(enqueue, operation)
-
-    stop_listening = context.engine.watch(listener)
-    try:
-        yield b": kvkeep\n\n"
-        idle_polls = 0
-        while not context.service.closing:
-            try:
-                operation = await asyncio.wait_for(queue.get(), _POLL_SECONDS)
-            except TimeoutError:
-                idle_polls += 1
-                if idle_polls % _KEEPALIVE_POLLS == 0:
-                    yield b": still here\n\n"
-                continue
-            yield sse_event(_operation_entry(operation), "operation")
-    finally:
-        stop_listening()
