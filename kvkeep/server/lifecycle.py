@@ -78,7 +78,6 @@ def run_server(
     listener = _listen(options["host"], options["port"])
     if options["verbose"]:
         log_requests()
-    host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
     service = Service(
         engine,
@@ -95,11 +94,7 @@ def run_server(
     timeout = math.ceil(options["grace"]) + _ERROR_SECONDS
     config = connection_config(app, timeout_graceful_shutdown=timeout)
     logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    web_ui_mode = "chat and edits" if options["allow_edit"] else "read-only; see --allow-edit"
-    urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"
-    banner = "" if options["quiet"] else f"kvkeep serves {name} on {url}\n{urls}"
-
+    banner = "" if options["quiet"] else _banner(name, listener, options["allow_edit"])
     server = _UvicornServer(config, service, banner, options["grace"])
 
     async def serve_and_drain() -> None:
@@ -111,6 +106,15 @@ def run_server(
 
     asyncio.run(serve_and_drain())
     _close(engine, server)
+
+
+def _banner(name: str, listener: socket.socket, allow_edit: bool) -> str:
+    """Return the lines that name the model and the addresses of a server."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    web_ui_mode = "chat and edits" if allow_edit else "read-only; see --allow-edit"
+    urls = f"  OpenAI API  {url}/v1\n  Web UI      {url}/ ({web_ui_mode})\n"
+    return f"kvkeep serves {name} on {url}\n{urls}"
 
 
 def _close(engine: Engine, server: _UvicornServer) -> None:
