@@ -28,7 +28,7 @@ COMMANDS = {
     "launch": LazyCommand("launch:launch", "Run an agent, such as Codex, with a model."),
     "sessions": LazyCommand("sessions:sessions", "List, check, copy and remove saved sessions."),
     "prefixes": LazyCommand("prefixes:prefixes", "List and remove prompts in the prefix cache."),
-    "why": LazyCommand("prefixes:why", "Show how much of a prompt is in the prefix cache."),
+    "why": LazyCommand("why:why", "Show how much of a prompt is in the prefix cache."),
     "keys": LazyCommand("keys:keys", "Make API keys for a server, stored as hashes."),
     "models": LazyCommand("models:models", "List, show, export and remove models."),
     "pull": LazyCommand("models:pull", "Download or convert a model."),

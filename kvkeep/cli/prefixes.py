@@ -1,12 +1,12 @@
-"""`kvkeep prefixes` and `kvkeep why`: the prompt prefixes that --prefix-cache keeps."""
+"""`kvkeep prefixes`: the prompt prefixes that --prefix-cache keeps."""
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,6 @@ from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.model_options import DTYPE_OPTION, MODEL_OPTION, load_by_name
 from kvkeep.cli.output import echo_table, format_mb, plural, say
-from kvkeep.errors import StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.storage.objects import is_url, open_object_store
 from kvkeep.storage.objects.paths import ObjectPath
@@ -24,7 +23,7 @@ from kvkeep.storage.prefixes.quota import DEFAULT_MAX_BYTES
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
-    from kvkeep import Model, PrefixStore
+    from kvkeep import Model
     from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 SUBCOMMANDS = {
@@ -47,6 +46,8 @@ def _require_url(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 _MAX_BEGINNING_CHARS = 60
+# Values of `--prefill-step`. Prompts of batches with other ones are not found.
+_BATCH_PREFILL_STEPS = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)
 # Not read from $KVKEEP_STORE, since that store also holds the prompts of other users.
 _SHARED_STORE_OPTION = options.option(
     metavar="URL",
@@ -82,20 +83,7 @@ def list_(
         beginnings = _beginnings(prompts, roundings, model, dtype)
         prompts = [prompt for prompt in prompts if _prompt_key(prompt) in beginnings]
     if as_json:
-        entries = [
-            {
-                "key": _prompt_key(prompt),
-                "model": prompt.model_digest,
-                "tokens": prompt.token_count,
-                "bytes": prompt.nbytes,
-                "used": prompt.last_used,
-                "rounded": roundings[key].codec if key in roundings else "",
-                "checkpoints": prompt.checkpoint_ends,
-                **({"text": beginnings[_prompt_key(prompt)]} if with_text else {}),
-            }
-            for prompt in prompts
-            for key in [prompt.model_digest]
-        ]
+        entries = [_json_entry(x, roundings, beginnings.get(_prompt_key(x))) for x in prompts]
         click.echo(json.dumps(entries, indent=2))
         return
     if not prompts:
@@ -113,6 +101,23 @@ def list_(
     echo_table(list(zip(*columns, strict=True)), right_aligned=(1, 2))
     total_size = format_mb(sum(prompt.nbytes for prompt in prompts))
     say(f"{plural(len(prompts), 'prompt')}, {total_size}")
+
+
+def _json_entry(
+    prompt: inventory.StoredPrompt, roundings: Mapping[str, inventory.Rounding], text: str | None
+) -> dict[str, Any]:
+    """Return the entry of a prompt in a list as JSON. text: its beginning, if that is shown."""
+    rounding = roundings.get(prompt.model_digest)
+    return {
+        "key": _prompt_key(prompt),
+        "model": prompt.model_digest,
+        "tokens": prompt.token_count,
+        "bytes": prompt.nbytes,
+        "used": prompt.last_used,
+        "rounded": rounding.codec if rounding else "",
+        "checkpoints": prompt.checkpoint_ends,
+        **({} if text is None else {"text": text}),
+    }
 
 
 def _table_row(
@@ -161,7 +166,7 @@ def _beginnings(
 
     model = load_by_name(model_name, dtype, "cpu", weights=None, progress=True)
     # Of the length that the prefix cache stores.
-    model_digests = {fingerprint.digest()[:32] for fingerprint in _fingerprints(model)}
+    model_digests = {fingerprint.digest()[:32] for fingerprint in prefix_fingerprints(model)}
     rounded = {(each.codec, each.basis) for each in roundings.values()}
     model_digests |= {rounded_root(exact, *each) for exact in model_digests for each in rounded}
     beginnings = dict[str, str]()
@@ -227,101 +232,9 @@ def _evict_to_size(shared_store: str | None, max_bytes: int) -> None:
     click.echo(f"removed {format_mb(freed_bytes)}, {format_mb(left_bytes)} left{store_note}")
 
 
-# Values of `--prefill-step`. Prompts of batches with other ones are not found.
-_BATCH_PREFILL_STEPS = (512, 16, 32, 64, 128, 256, 1024, 2048, 4096)
-_CONTEXT_TOKENS = 12  # tokens shown on each side of the first difference
-
-
-@options.command(short_help="Show how much of a prompt is in the prefix cache.")
-def why(
-    prompt: str | None = options.option("-p", metavar="TEXT", help="The prompt."),
-    file: str | None = options.option(
-        "-f", metavar="FILE", help='File with the prompt; "-": standard input.'
-    ),
-    special: bool = options.SPECIAL_OPTION,
-    model: str = MODEL_OPTION,
-    dtype: DtypeName = DTYPE_OPTION,
-    as_json: bool = options.JSON_OPTION,
-    no_progress: bool = options.NO_PROGRESS_OPTION,
-) -> None:
-    """Show how much of a prompt is in the prefix cache, and where stored prompts differ from it.
-
-    Nothing is evaluated. The cache holds whole blocks of 256 tokens from the start of a prompt: a
-    date or counter near the start prevents reuse of everything after it. A model with local layers
-    or states continues from the newest checkpoint in them. Prompts that --codec small or smaller
-    has rounded are searched, too.
-    """
-    text = options.read_prompt(prompt, file)
-    loaded = load_by_name(model, dtype, "cpu", weights=None, progress=not no_progress)
-    ids = loaded.text.encode(text, special)
-    # Of equal ones the first, which is exact.
-    num_stored, differs_at, fingerprint, store = max(
-        _stored_parts(loaded, ids), key=lambda x: x[:2]
-    )
-    rounded = store.codec if num_stored and store.codec != "exact" else ""
-    resumes_at = _resumable_tokens(loaded, store, fingerprint, ids[:num_stored])
-    has_uncached_block = len(ids) - num_stored >= inventory.BLOCK_TOKENS
-    if as_json:
-        counts = {"prompt_tokens": len(ids), "stored_tokens": num_stored}
-        reuse = {"differs_at": differs_at if has_uncached_block else None}
-        click.echo(json.dumps(counts | reuse | {"evaluated_from": resumes_at, "rounded": rounded}))
-        return
-    note = f", rounded: commands reuse them with --codec {rounded}" if rounded else ""
-    click.echo(f"{num_stored:,} of {len(ids):,} tokens are in the prefix cache{note}")
-    if resumes_at < num_stored:
-        checkpoint = f"after {resumes_at:,} tokens" if resumes_at else "missing"
-        click.echo(
-            f"the newest checkpoint that this model needs is {checkpoint}: a prompt is evaluated "
-            "again from there"
-        )
-    if not has_uncached_block:
-        click.echo("the rest is less than a block, and is always evaluated")
-    elif not differs_at:
-        click.echo("no prompt in the prefix cache begins with its first token")
-    else:
-        start = max(0, differs_at - _CONTEXT_TOKENS)
-        decode = loaded.text.decode_continuation if start else loaded.text.decode
-        common_ids, new_ids = ids[start:differs_at], ids[differs_at : differs_at + _CONTEXT_TOKENS]
-        click.echo(f"the nearest prompt differs, or ends, at token {differs_at:,}:")
-        click.echo(f"{decode(common_ids)}>>>{loaded.text.decode_continuation(new_ids)}")
-
-
-def _stored_parts(
-    model: "Model", ids: Sequence[int]
-) -> "Iterator[tuple[int, int, Fingerprint, PrefixStore]]":
-    """Yield how many tokens of a prompt are stored, and where the nearest stored prompt differs.
-
-    Exactly and by each codec that rounds, with the fingerprint and the store they are found by.
-    """
-    from kvkeep.storage.prefixes.coding import BLOCK_CODECS
-
-    for codec in BLOCK_CODECS:
-        store = open_prefix_store(codec=codec)
-        try:
-            for fingerprint in _fingerprints(model):
-                yield (*store.differs_at(fingerprint, ids), fingerprint, store)
-        except StoreError:
-            if codec == "exact":
-                raise
-            # The model has no basis, without which nothing is rounded.
-
-
-def _fingerprints(model: "Model") -> "list[Fingerprint]":
+def prefix_fingerprints(model: "Model") -> "list[Fingerprint]":
     """Return the model's fingerprints in prefix caches: of `generate`, and of `batch`."""
     from kvkeep.engine.steps import StepGrid
 
     grids = [StepGrid.for_messages(step, model.message_end_ids) for step in _BATCH_PREFILL_STEPS]
     return [model.fingerprint, *(replace(model.fingerprint, steps=grid.name) for grid in grids)]
-
-
-def _resumable_tokens(
-    model: "Model", prefix_store: "PrefixStore", fingerprint: "Fingerprint", ids: Sequence[int]
-) -> int:
-    """Return after how many of a prompt's stored tokens a session can continue."""
-    from kvkeep.session.stored_prefix import checkpoint_need
-
-    memory = model.session(policy="full").core.memory
-    if not memory.overwrites:
-        return len(ids)
-    need = checkpoint_need(memory)
-    return prefix_store.newest_checkpoint_end(fingerprint, ids, need)
