@@ -6,7 +6,6 @@ In the store, a session's *head* names its last committed snapshot and the serve
 import asyncio
 import time
 from asyncio import wrap_future
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -16,40 +15,24 @@ from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
+from kvkeep.fleet.engine_copies import EngineCopies, EngineCopy
 from kvkeep.fleet.exchange import (
     RecordedResponse,
     SessionKey,
     newest_responses,
-    pop_responses,
     response_notes,
 )
-from kvkeep.storage.objects.paths import ObjectPath
-from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import HeadVersion
 from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.codec import Codec
-from kvkeep.storage.snapshots.snapshot import Snapshot
 
 P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
-_MAX_COPIES = 1_000  # copies in the engine that are tracked; older ones are loaded again
 _LOAD_ATTEMPTS = 5  # while others commit
 _IDLE_TIMEOUT_SECONDS = 30.0  # for the last step of a cancelled generation
 _POLL_SECONDS = 0.1  # between attempts to lease a session that another server holds
 _STORE_THREADS = 16
-
-
-@dataclass
-class _EngineCopy:
-    """A session in the engine, as it was last loaded from the store or committed to it."""
-
-    record: SessionRecord  # the engine's session
-    snapshot: str  # name in the store
-    version: HeadVersion | None  # the head when this server last wrote it
-    revision: int  # of the session, as loaded or committed
-    responses: list[RecordedResponse]  # to requests with keys, the newest last
 
 
 @dataclass
@@ -60,7 +43,7 @@ class LeasedSession:
     lease: Lease
     record: SessionRecord | None = None  # the engine's session; None until it is created
     loaded_revision: int | None = None  # None for a new session
-    responses: list[RecordedResponse] = field(default_factory=list)  # those of the `_EngineCopy`
+    responses: list[RecordedResponse] = field(default_factory=list)  # those of the `EngineCopy`
     is_detached: bool = False  # whether its answer goes on when the client is gone
     stopped: bool = False  # whether its answer was ended before it was complete
     in_sync: bool = False  # whether the engine's session surely equals the store's
@@ -86,7 +69,7 @@ class SessionLeases:
     ):
         self._codec: Codec = codec
         self.engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
-        self._copies: OrderedDict[SessionKey, _EngineCopy] = OrderedDict()
+        self._copies = EngineCopies(engine, sessions_of, self.call_store)
         self._being_written: dict[SessionKey, LeasedSession] = {}
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
@@ -144,7 +127,7 @@ class SessionLeases:
             sessions = self.sessions_of(key.owner)
             lease = await self.call_store(sessions.create, key.name)
             async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
-                await self._drop_copy(key)  # of a session that another server deleted
+                await self._copies.drop(key)  # of a session that another server deleted
                 yield leased
 
     @asynccontextmanager
@@ -158,7 +141,7 @@ class SessionLeases:
         async with self._lock_session(key, timeout):
             lease = await self._acquire_lease(key)
             async with self._roll_back_uncommitted(LeasedSession(key, lease)) as leased:
-                copy = await self._load_copy(key, lease.head)
+                copy = await self._copies.load(key, lease.head)
                 leased.record, leased.loaded_revision = copy.record, copy.revision
                 leased.responses, leased.in_sync = copy.responses, True
                 self._being_written[key] = leased
@@ -178,13 +161,13 @@ class SessionLeases:
                     await self._call_engine(self._borrowed.release, leased.record)
             finally:
                 await self.call_store(leased.lease.release)
-                if leased.key in self._copies:
-                    self._copies[leased.key].version = leased.lease.version
+                if (copy := self._copies.get(leased.key)) is not None:
+                    copy.version = leased.lease.version
                 leased.ended.set()
 
     async def _roll_back(self, leased: LeasedSession) -> None:
         """Drop the session in the engine; the store has it as last committed, or not at all."""
-        await self._drop_copy(leased.key)
+        await self._copies.drop(leased.key)
         # A new session that the route created and that was never committed has no copy yet.
         if leased.loaded_revision is None and not leased.lease.head.snapshot:
             with suppress(KvkeepError):
@@ -227,7 +210,7 @@ class SessionLeases:
             try:
                 await self.call_store(check, SessionPath(lease.objects))
                 await self.call_store(lease.remove, request)
-                await self._drop_copy(key)
+                await self._copies.drop(key)
             finally:
                 await self.call_store(lease.release)
 
@@ -246,8 +229,8 @@ class SessionLeases:
         session_path = SessionPath(leased.lease.objects, leased.lease, release_on_commit=True)
         await self.call_store(snapshot.save_by, session_path, self._codec)
         version = leased.lease.version
-        copy = _EngineCopy(record, version.head.snapshot, version, revision, responses)
-        self._keep_copy(leased.key, copy)
+        copy = EngineCopy(record, version.head.snapshot, version, revision, responses)
+        self._copies.add(leased.key, copy)
         await self._call_engine(record.mark_saved, revision)
         leased.in_sync = True
 
@@ -281,10 +264,10 @@ class SessionLeases:
         for attempts_left in reversed(range(_LOAD_ATTEMPTS)):
             head = await self.call_store(path.head)
             if head is None or not head.snapshot:
-                await self._drop_copy(key)
+                await self._copies.drop(key)
                 raise NoSuchSession(f"there is no session {key.name!r}")
             try:
-                return (await self._load_copy(key, head)).record
+                return (await self._copies.load(key, head)).record
             except NoObject:  # another server has committed meanwhile
                 if not attempts_left:
                     raise
@@ -300,7 +283,7 @@ class SessionLeases:
                 lease = await self.call_store(sessions.acquire, key.name, create=False, cached=head)
                 break
             except NoObject:
-                await self._drop_copy(key)
+                await self._copies.drop(key)
                 raise NoSuchSession(f"there is no session {key.name!r}") from None
             except HeldElsewhere:
                 if time.monotonic() > deadline:
@@ -312,30 +295,6 @@ class SessionLeases:
             raise NoSuchSession(f"there is no session {key.name!r}")
         return lease
 
-    async def _load_copy(self, key: SessionKey, head: SessionHead) -> _EngineCopy:
-        """Load the head's snapshot, unless the engine has it; it stays until it is released."""
-        copy = self._copies.get(key)
-        if copy is not None and copy.snapshot == head.snapshot:
-            still_in_engine = await self._call_engine(self._borrowed.acquire, copy.record)
-            if still_in_engine and copy.record.revision == copy.revision:
-                return copy
-            await self._call_engine(self._borrowed.discard, copy.record)
-        objects = self.sessions_of(key.owner).objects_of(key.name)
-        path = ObjectPath(objects.store, objects.key(head.snapshot))
-        snapshot = await self.call_store(Snapshot.load, path)
-        responses = pop_responses(snapshot.notes)
-        record = await self._call_engine(self._borrowed.load, snapshot, *key)
-        version = copy.version if copy else None
-        copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
-        self._keep_copy(key, copy)
-        return copy
-
-    def _keep_copy(self, key: SessionKey, copy: _EngineCopy) -> None:
-        self._copies[key] = copy
-        self._copies.move_to_end(key)
-        while len(self._copies) > _MAX_COPIES:
-            self._copies.popitem(last=False)
-
     async def _wait_for_idle_revision(self, record: SessionRecord) -> int:
         """Wait for a cancelled generation to end, and return the session's revision."""
         deadline = time.monotonic() + _IDLE_TIMEOUT_SECONDS
@@ -346,9 +305,3 @@ class SessionLeases:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.01)
-
-    async def _drop_copy(self, key: SessionKey) -> None:
-        """Drop the engine's copy of a session, and cancel its generation."""
-        copy = self._copies.pop(key, None)
-        if copy is not None:
-            await self._call_engine(self._borrowed.discard, copy.record)
