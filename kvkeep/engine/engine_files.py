@@ -1,4 +1,4 @@
-"""The files of an engine: what an earlier engine left is loaded, and changes are saved."""
+"""The files of an engine: pins and answers of an earlier one are loaded, and changes are saved."""
 
 import logging
 from collections.abc import Callable, Iterable
