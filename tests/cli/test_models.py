@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.test_gguf_families import random_model, write
+from models.gguf_kinds import random_model
+from models.gguf_writing import write
 from tiny_gguf import tiny_llama, write_gguf
 
 import kvkeep

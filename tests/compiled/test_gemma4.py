@@ -11,7 +11,8 @@ import pytest
 import torch
 from compiled.test_decoding import by_torch_of, forked, last, logits_of
 from gguf import GGMLQuantizationType as Type
-from models.test_gguf_families import TOKENS, random_model, write
+from models.gguf_kinds import TOKENS, random_model
+from models.gguf_writing import write
 from packed_model import packed_model, routed_by_tokens, spec_of
 from sanitizers import SANITIZED
 from torch import Tensor

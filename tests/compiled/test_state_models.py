@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from models.test_gguf_families import TOKENS, random_model, write
+from models.gguf_kinds import TOKENS, random_model
+from models.gguf_writing import write
 
 import kvkeep
 from kvkeep import SessionGroup

@@ -234,6 +234,9 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
+# Their files hold the exponentials of the numbers in a checkpoint.
+WITH_DECAYS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "falcon_h1")
+WITH_DECAYS += ("bamba", "nemotron_h")
 
 
 def random_model(kind: str) -> Any:

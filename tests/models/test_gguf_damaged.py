@@ -6,7 +6,8 @@ from typing import Any
 
 import gguf
 import pytest
-from models.test_gguf_families import MADE, random_model, write
+from models.gguf_kinds import MADE, random_model
+from models.gguf_writing import write
 from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.errors import BadModelFile, UnsupportedModel

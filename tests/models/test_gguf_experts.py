@@ -14,18 +14,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.test_gguf_families import (
-    GRANITE4_H,
-    LFM2,
-    NEMOTRON_H,
-    QWEN35,
-    STATE,
-    WHOLE,
-    WITH_DECAYS,
-    add_fields,
-    delta_net_tensors,
-    mamba_tensors,
-)
+from models.gguf_kinds import GRANITE4_H, LFM2, NEMOTRON_H, QWEN35, STATE, WHOLE, WITH_DECAYS
+from models.gguf_states import delta_net_tensors, mamba_tensors
+from models.gguf_writing import add_fields
 from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 

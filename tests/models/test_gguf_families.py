@@ -10,7 +10,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.gguf_kinds import MADE, TOKENS, random_model
+from models.gguf_kinds import MADE, TOKENS, WITH_DECAYS, random_model
 from models.gguf_writing import Edit, gguf_type, write
 
 from kvkeep import load_model
@@ -27,9 +27,6 @@ from kvkeep.models.weights.tensors import matrix_shapes
 
 # The kernels do not support these.
 BY_TORCH = ["gemma3n", "gemma3n-widths"]
-# Their files hold the exponentials of the numbers in a checkpoint.
-WITH_DECAYS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid", "falcon_h1")
-WITH_DECAYS += ("bamba", "nemotron_h")
 
 
 @pytest.mark.parametrize("kind", MADE)

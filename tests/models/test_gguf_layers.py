@@ -9,7 +9,8 @@ import pytest
 import transformers
 from gguf import GGUFWriter
 from models import test_gguf_experts as experts
-from models.test_gguf_families import MADE, Edit, random_model, write
+from models.gguf_kinds import MADE, random_model
+from models.gguf_writing import Edit, write
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
