@@ -22,7 +22,7 @@ class TextStream:
         self._codec = codec
         self._pieces = codec.piece_stream(skip_special=True)
         for token in context[-CONTEXT_TOKENS:]:
-            self._pieces.push(token)
+            self._piece(token)
         self._stop = stop
         self._held = ""
         self._pushed_chars, self._released_chars = 0, 0
@@ -45,9 +45,9 @@ class TextStream:
     def push_pieces(self, token: int) -> list[str | int]:
         """Append a token; return the text that is now certain, and a control token's id after it.
 
-        A stop string does not reach across a control token.
+        Neither a stop string nor a character reaches across a control token.
         """
-        released = self._release(self._pieces.push(token))
+        released = self._release(self._piece(token))
         self._withheld.append(self._pushed_chars)
         is_control = self._codec.is_control(token) and not self.stopped
         if is_control:
@@ -66,6 +66,11 @@ class TextStream:
     def push_and_flush(self, tokens: Sequence[int]) -> str:
         """Push tokens, and return their text and what was held back."""
         return "".join(map(self.push, tokens)) + self.flush()
+
+    def _piece(self, token: int) -> str:
+        """Return the text that a token completes; half a character ends at a control token."""
+        before = self._pieces.flush() if self._codec.is_control(token) else ""
+        return before + self._pieces.push(token)
 
     def _release(self, piece: str) -> str:
         """Append a piece; return the text that cannot be part of a stop string."""

@@ -1,17 +1,25 @@
 """Reasoning ends after its budget, and a grammar holds for what follows it."""
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from server.conftest import RunningServer
+from server.conftest import RunningServer, serving
 
+from kvkeep.chat.message_rewriting import function_fields
+from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.engine import Engine, Generation, GenerationRequest
 from kvkeep.model import Model
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.reasoning_budget import ReasoningConstraint, reasoning_constraint
 from kvkeep.session.sampling import Constraint, Sampling
+from tests.scripted_model import family_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 HERMES = format_by_name("hermes")
@@ -152,3 +160,89 @@ def test_disabled_reasoning_ends_at_once_in_every_api(
     assert (reasoning.status_code, none.status_code) == (200, 200)
     assert reasoning_of(path, reasoning.json())
     assert not reasoning_of(path, none.json())
+
+
+# As Ministral 3 writes them: calls behind a control token, and reasoning between two of them.
+MINISTRAL = """\
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}
+            {{- call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- '</s>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+_MINISTRAL_TOKENS = ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "THINK")
+NOW = Tool("now", parameters={"type": "object", "properties": {}, "additionalProperties": False})
+
+
+class BegunConstraint:
+    """The constraint of a request, behind the first tokens of an answer."""
+
+    def __init__(self, ids: Sequence[int], constraint: Constraint):
+        self._ids, self._constraint = list(ids), constraint
+
+    @property
+    def complete(self) -> bool:
+        return bool(getattr(self._constraint, "complete", False))
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        masked = self._constraint.masked(logits)
+        if self._ids and masked[self._ids[0]] > -torch.inf:
+            chosen = torch.full_like(masked, -torch.inf)
+            chosen[self._ids[0]] = 0.0
+            return chosen
+        self._ids.clear()
+        return masked
+
+    def accept(self, token: int) -> None:
+        if self._ids and token == self._ids[0]:
+            self._ids.pop(0)
+        self._constraint.accept(token)
+
+
+class BegunEngine(Engine):
+    """An engine whose answers begin with a text, as far as their constraints allow it."""
+
+    beginning = ""
+
+    def submit_many(
+        self, request: GenerationRequest, samplings: Sequence[Sampling], *args: Any, **options: Any
+    ) -> Future[list[Generation]]:
+        ids = self.model.text.encode(self.beginning, special=True)
+        begun = [
+            replace(sampling, constraint=BegunConstraint(ids, sampling.constraint))
+            for sampling in samplings
+            if sampling.constraint is not None
+        ]
+        return super().submit_many(request, begun, *args, **options)
+
+
+def test_a_call_behind_a_character_that_the_budget_cuts_is_a_call(tmp_path: Path) -> None:
+    """The tokenizer has a token for each byte, so the budget ends inside the emoji."""
+    pairs = [f"[{slash}{name}]" for name in _MINISTRAL_TOKENS for slash in ("", "/")]
+    model = family_model(tmp_path, [*pairs, "[TOOL_CALLS]", "[ARGS]", "</s>"])
+    (tmp_path / "chat_template.jinja").write_text(MINISTRAL)
+    engine = BegunEngine(model, settings={"max_kv_size": 4096})
+    engine.beginning = "[THINK]a😀"
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function_fields(NOW)}],
+        "tool_choice": "required",
+        "reasoning_budget": 3,
+        "max_tokens": 60,
+    }
+    with serving(engine) as server, server.client() as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+    message = answer["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+    assert message["content"] in (None, "")
+    assert message["reasoning_content"] == "a\ufffd"

@@ -229,9 +229,14 @@ class PieceStream:
         return new_text
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream. Half a character becomes U+FFFD."""
+        """Return the text held back, before a break or at the end. Half a character is U+FFFD.
+
+        Tokens that come later do not complete it.
+        """
         new_text = self._decode_pending()[self._returned_chars :]
-        if self._pending_ids:
+        if new_text and self._context_ids:
+            self._pending_ids, self._returned_chars = [], 0
+        elif new_text:
             self._start_context()
         return new_text
 

@@ -95,8 +95,10 @@ class CompletionLogprobs:
     def _advance_offset(self, token: int) -> int:
         """Return the token's offset, and move on to that of the next token."""
         offset = self._offset
-        if not self._tokenizer.is_control(token):  # control tokens are not part of the text
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        # Control tokens are not part of the text, but end half a character before them.
+        is_control = self._tokenizer.is_control(token)
+        text_bytes = b"" if is_control else self._tokenizer.token_bytes(token)
+        self._offset += len(self._decoder.decode(text_bytes, final=is_control))
         return offset
 
 
