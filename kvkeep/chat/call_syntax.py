@@ -12,9 +12,16 @@ from kvkeep.chat.messages import ToolCall
 from kvkeep.chat.python_calls import is_python_call, read_python_calls, write_python_calls
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
-from kvkeep.chat.tagged_calls import FUNCTION, GLM_MARKERS, read_function_tag, read_glm_call
+from kvkeep.chat.tagged_calls import (
+    FUNCTION,
+    GLM_MARKERS,
+    LABEL,
+    read_function_tag,
+    read_glm_call,
+)
 
 _NAME = re.compile(r"[\w.:-]{1,256}")
+_JSON_NAME = re.compile(r'[^"\\\n\ud800-\udfff]{1,256}')
 _ID = re.compile(r"\w{1,64}")
 _TAG, _TAG_END = "<tool_call>", "</tool_call>"
 _FENCE = "```"
@@ -40,6 +47,50 @@ class CallText:
     start: str
     end: str
     write: Callable[[Sequence[ToolCall]], str]
+
+
+def call_comes_next(reading: AnswerReading, form: CallForm) -> Steps[bool]:
+    """Return whether the form's opener comes next, and a call of a known tool behind it.
+
+    Of a call in JSON the name must be the first member. Nothing is read.
+    """
+    reading.scanner.mark()
+    try:
+        yield from reading.expect(form.opener)
+        yield from _expect_call(reading, form.opener)
+    except NotACall:
+        return False
+    finally:
+        reading.scanner.unread()
+    return True
+
+
+def _expect_call(reading: AnswerReading, opener: str) -> Steps[None]:
+    """Read the beginning of a call, up to its name. Raises NotACall for anything else."""
+    yield from reading.skip_space()
+    if opener == FUNCTION or (yield from reading.take(FUNCTION)):
+        reading.require_tool((yield from reading.take_match(LABEL)).strip(SPACE))
+        yield from reading.expect(">")
+    elif (yield from reading.take("[", "{")):
+        yield from _expect_json_call(reading)
+    else:
+        reading.require_tool((yield from reading.take_match(LABEL)).strip(SPACE))
+        yield from reading.skip_space()
+        yield from reading.expect(GLM_MARKERS[0], _TAG_END)
+
+
+def _expect_json_call(reading: AnswerReading) -> Steps[None]:
+    """Read `"name": "NAME"`, behind a bracket that was read and perhaps another one."""
+    yield from reading.skip_space()
+    if (yield from reading.take("{")):
+        yield from reading.skip_space()
+    yield from reading.expect('"name"')
+    yield from reading.skip_space()
+    yield from reading.expect(":")
+    yield from reading.skip_space()
+    yield from reading.expect('"')
+    reading.require_tool((yield from reading.take_match(_JSON_NAME)))
+    yield from reading.expect('"')
 
 
 def _close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:

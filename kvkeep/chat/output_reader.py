@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Sequence
 
+from kvkeep.chat.call_syntax import CallForm, call_comes_next
 from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool
@@ -29,6 +30,7 @@ class OutputReader:
         forced: bool = False,
         control_text: Callable[[int], str] = lambda token: "",
         schema_calls: Collection[str] | None = None,
+        constrained: bool = False,
     ):
         """tools: those that may be called. new_call_id: returns an id for each call.
 
@@ -36,6 +38,7 @@ class OutputReader:
         answer was constrained to calls, which are then JSON. control_text: the text of a control
         token's id. schema_calls: None if the answer follows no JSON schema. With one, it is text
         once its JSON has begun; these are the names of tools whose calls may be bare JSON even so.
+        constrained: whether a grammar holds behind the reasoning, which then ends by its marker.
         """
         self._scanner = Scanner(
             output_format.markers,
@@ -48,6 +51,7 @@ class OutputReader:
         self._steps: Generator[OutputEvent | None, None, None] | None
         self._steps = self._read(starts_in_reasoning)
         self._builder = OutputBuilder()
+        self._reads_calls_in_reasoning = bool(tools) and not constrained
         self._open_wrappers: list[BlockMarkers] = []
         self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
 
@@ -147,7 +151,7 @@ class OutputReader:
         control_markers = self._format.control_markers
         blocks = (*self._format.reasoning, *self._format.wrappers)
         markers = [block.start for block in blocks if at_start or block.start in control_markers]
-        markers += [block.end for block in self._format.wrappers if block in self._open_wrappers]
+        markers += [block.end for block in self._open_wrappers]
         return markers + [form.opener for form in self._format.calls if self._reading.tools]
 
     def _read_block(self, marker: str, at_start: bool) -> Steps[bool]:
@@ -160,6 +164,7 @@ class OutputReader:
             if marker == block.start:
                 self._open_wrappers.append(block)
                 return at_start
+        for block in self._open_wrappers:
             if marker == block.end:
                 self._open_wrappers.remove(block)
                 return at_start
@@ -185,26 +190,59 @@ class OutputReader:
         return reading.call_count > calls_before
 
     def _read_reasoning(self, block: BlockMarkers) -> Steps[None]:
-        """Read reasoning and its end. A control token that begins calls ends it too."""
+        """Read reasoning and its end. A call ends it too; a later end of it is no text then."""
         reading, scanner = self._reading, self._scanner
-        control_markers = self._format.control_markers
-        openers = [form.opener for form in self._format.calls if form.opener in control_markers]
-        ends = (block.end, *openers)
+        forms = {form.opener: form for form in self._format.calls if self._may_end_reasoning(form)}
+        ends = (block.end, *forms)
         reading.begin_reasoning()
         if block.label and (yield from reading.skip_space()):
             yield from reading.take(block.label)
+        line = _Line()
         while True:
             found = scanner.find(ends)
             length = found[0] if found else scanner.certain_length(ends)
             if length:
                 scanner.mark()
-                yield from reading.reasoning_text(scanner.advance(length))
+                yield from reading.reasoning_text(line.add(scanner.advance(length)))
             elif found:
                 if found[1] == block.end:
                     scanner.advance(found[2])
-                return
+                    return
+                if (yield from self._ends_reasoning(forms[found[1]], line.is_blank)):
+                    self._open_wrappers.append(block)
+                    return
+                scanner.mark()
+                yield from reading.reasoning_text(line.add(scanner.advance(found[2])))
             elif not (yield from reading.more()):
                 return
+
+    def _may_end_reasoning(self, form: CallForm) -> bool:
+        """Whether a form has a control token as its opener, or a tag."""
+        is_tag = form.opener.startswith(("<", "["))
+        is_control = form.opener in self._format.control_markers
+        return is_control or (is_tag and self._reads_calls_in_reasoning)
+
+    def _ends_reasoning(self, form: CallForm, at_line_start: bool) -> Steps[bool]:
+        """Return whether the opener that comes next begins a call and is no part of reasoning.
+
+        A tag does if it begins a line, and a call of a known tool follows.
+        """
+        if form.opener in self._format.control_markers:
+            return True
+        return at_line_start and (yield from call_comes_next(self._reading, form))
+
+
+class _Line:
+    """The last line of reasoning. is_blank: whether it is only white space so far."""
+
+    def __init__(self) -> None:
+        self.is_blank = True
+
+    def add(self, text: str) -> str:
+        """Append a text, and return it."""
+        _, newline, line = text.rpartition("\n")
+        self.is_blank = (bool(newline) or self.is_blank) and not line.strip(SPACE)
+        return text
 
 
 def _space_length(text: str) -> int:

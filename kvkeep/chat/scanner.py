@@ -56,6 +56,10 @@ class Scanner:
         """Forget what was read so far: `written` begins here."""
         self._read = ""
 
+    def unread(self) -> None:
+        """Take back what was read since `mark`, so that it is read again."""
+        self.rest, self._read = self._read + self.rest, ""
+
     @property
     def written(self) -> str:
         """The text read since `mark`."""

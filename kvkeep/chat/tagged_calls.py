@@ -18,7 +18,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 GLM_MARKERS = (_KEY, _KEY_END, _VALUE, _VALUE_END)
-_LABEL = re.compile(r"[^<>\n\ud800-\udfff]{0,256}")
+LABEL = re.compile(r"[^<>\n\ud800-\udfff]{0,256}")
 _JSON_TYPES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
@@ -45,7 +45,7 @@ def read_function_tag(reading: AnswerReading, end: str) -> Steps[None]:
 
     end: the marker behind the function.
     """
-    name = (yield from reading.take_match(_LABEL)).strip(SPACE)
+    name = (yield from reading.take_match(LABEL)).strip(SPACE)
     yield from reading.expect(">")
     tool = reading.require_tool(name)
     yield reading.start_call(name)
@@ -54,7 +54,7 @@ def read_function_tag(reading: AnswerReading, end: str) -> Steps[None]:
         if (yield from reading.take(_PARAMETER, FUNCTION_END)) != _PARAMETER:
             is_whole = True
             break
-        key = (yield from reading.take_match(_LABEL)).strip(SPACE)
+        key = (yield from reading.take_match(LABEL)).strip(SPACE)
         yield from reading.take(">")
         yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
@@ -68,7 +68,7 @@ def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
 
     end: the marker behind the call, which is not read.
     """
-    name = (yield from reading.take_match(_LABEL)).strip(SPACE)
+    name = (yield from reading.take_match(LABEL)).strip(SPACE)
     tool = reading.require_tool(name)
     at_end = not (yield from reading.skip_space())
     if not (at_end or (yield from reading.comes_next(_KEY, end))):
@@ -76,7 +76,7 @@ def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
     yield reading.start_call(name)
     opening = "{"
     while (yield from reading.skip_space()) and (yield from reading.take(_KEY)):
-        key = (yield from reading.take_match(_LABEL)).strip(SPACE)
+        key = (yield from reading.take_match(LABEL)).strip(SPACE)
         yield from reading.take(_KEY_END)
         yield from reading.skip_space()
         yield from reading.take(_VALUE)

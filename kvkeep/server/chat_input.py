@@ -98,6 +98,7 @@ class ChatInput:
     context: RequestContext
     # With a schema, the tools whose calls may be bare JSON: see `OutputReader`.
     schema_calls: frozenset[str] | None = None
+    constrained: bool = False  # whether a grammar holds for what follows the reasoning
 
     @property
     def ids(self) -> list[int]:
@@ -143,7 +144,11 @@ class ChatInput:
 
         # The first constraint that forbids calls searches the vocabulary.
         result = await to_thread(constrained) if answer.forbids_calls else constrained()
-        return replace(self, schema_calls=answer.schema_calls), result
+        is_constrained = answer.grammar is not None
+        return (
+            replace(self, schema_calls=answer.schema_calls, constrained=is_constrained),
+            result,
+        )
 
     @property
     def written_tokens(self) -> int:
@@ -170,6 +175,7 @@ class ChatInput:
             self.forced,
             self.context.tokenizer.control_text,
             self.schema_calls,
+            self.constrained,
         )
         if result is not None and not self.prompt.continues:
             reader.on_finish = partial(self._remember, reader, result)

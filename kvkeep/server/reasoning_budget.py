@@ -1,5 +1,6 @@
 """Reasoning before an answer: its budget in tokens, and constraints of the answer alone."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -15,6 +16,12 @@ _Phase = Literal["opening", "reasoning", "answer"]
 _FINAL_CHANNEL, _NEXT_MESSAGE = "<|channel|>final<|message|>", "<|start|>assistant"
 _TAIL_BYTES = 400  # more than a marker has, and a token behind it
 _CONTENT_START = b"<|message|>"
+# The name of a tagged call, in which the budget does not end: see `call_comes_next`.
+_CALL_IN_REASONING = re.compile(
+    rb"""\n[ \t]*<[\w:]*tool_call>\s*
+    (?:<function=[^<>\n]+>|\[?\s*\{\s*"name"\s*:\s*"[^"\n]+"|[^<>\n{\[]+\s*<arg_key>)""",
+    re.VERBOSE,
+)
 
 
 class ReasoningConstraint:
@@ -44,13 +51,13 @@ class ReasoningConstraint:
         self._start, self._end = markers.start, markers.end
         self._budget, self._answer = budget, answer
         openers = (form.opener for form in output_format.calls)
-        opener_ids = [
+        self._opener_ids = [
             codec.encode(opener, special=True)[0]
             for opener in openers
             if opener in output_format.control_markers
         ]
         # Before the end of the reasoning, the answer neither ends nor begins.
-        self._forbidden_ids = [*end_token_ids, *opener_ids]
+        self._forbidden_ids = [*end_token_ids, *self._opener_ids]
         self._header = "" if has_header else _FINAL_CHANNEL
         self._forced: list[int] = []  # ids that must come next
         self._after_forced: Callable[[], None] = self._begin_answer
@@ -93,7 +100,7 @@ class ReasoningConstraint:
         else:
             self._text = (self._text + self._codec.token_bytes(token))[-_TAIL_BYTES:]
             if self._phase == "reasoning":
-                self._follow_reasoning()
+                self._follow_reasoning(token)
             elif self._start.encode() in self._text:
                 self._begin_reasoning()
             elif self._channels:
@@ -114,15 +121,16 @@ class ReasoningConstraint:
         masked[opening_id] = logits[opening_id]
         return masked
 
-    def _follow_reasoning(self) -> None:
+    def _follow_reasoning(self, token: int) -> None:
         self._token_count += 1
-        if self._end.encode() in self._text:
+        is_call = token in self._opener_ids or _CALL_IN_REASONING.search(self._text)
+        if self._end.encode() in self._text or (is_call and self._answer is None):
             self._end_reasoning()
         elif self._token_count == self._budget:
             self._force(self._end, self._end_reasoning)
 
     def _begin_reasoning(self) -> None:
-        self._phase, self._text = "reasoning", b""
+        self._phase, self._text = "reasoning", b"\n"  # a line begins
         if self._budget == 0:
             self._force(self._end, self._end_reasoning)
 

@@ -60,6 +60,7 @@ class ChatPrompt:
             forced=self.chat.choice.mode == "required",
             control_text=self.model.text.control_text,
             schema_calls=self.grammar.schema_calls if self.grammar else None,
+            constrained=self.grammar is not None and self.grammar.grammar is not None,
         )
 
 
