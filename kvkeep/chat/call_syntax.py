@@ -15,16 +15,14 @@ from kvkeep.chat.scanner import SPACE
 from kvkeep.chat.tagged_calls import (
     FUNCTION,
     GLM_MARKERS,
-    LABEL,
     read_function_tag,
     read_glm_call,
 )
 
 _NAME = re.compile(r"[\w.:-]{1,256}")
-_JSON_NAME = re.compile(r'[^"\\\n\ud800-\udfff]{1,256}')
 _ID = re.compile(r"\w{1,64}")
-_TAG, _TAG_END = "<tool_call>", "</tool_call>"
-_FENCE = "```"
+_TAG, TAG_END = "<tool_call>", "</tool_call>"
+FENCE = "```"
 
 
 @dataclass(frozen=True)
@@ -49,51 +47,7 @@ class CallText:
     write: Callable[[Sequence[ToolCall]], str]
 
 
-def call_comes_next(reading: AnswerReading, form: CallForm) -> Steps[bool]:
-    """Return whether the form's opener comes next, and a call of a known tool behind it.
-
-    Of a call in JSON the name must be the first member. Nothing is read.
-    """
-    reading.scanner.mark()
-    try:
-        yield from reading.expect(form.opener)
-        yield from _expect_call(reading, form.opener)
-    except NotACall:
-        return False
-    finally:
-        reading.scanner.unread()
-    return True
-
-
-def _expect_call(reading: AnswerReading, opener: str) -> Steps[None]:
-    """Read the beginning of a call, up to its name. Raises NotACall for anything else."""
-    yield from reading.skip_space()
-    if opener == FUNCTION or (yield from reading.take(FUNCTION)):
-        reading.require_tool((yield from reading.take_match(LABEL)).strip(SPACE))
-        yield from reading.expect(">")
-    elif (yield from reading.take("[", "{")):
-        yield from _expect_json_call(reading)
-    else:
-        reading.require_tool((yield from reading.take_match(LABEL)).strip(SPACE))
-        yield from reading.skip_space()
-        yield from reading.expect(GLM_MARKERS[0], _TAG_END)
-
-
-def _expect_json_call(reading: AnswerReading) -> Steps[None]:
-    """Read `"name": "NAME"`, behind a bracket that was read and perhaps another one."""
-    yield from reading.skip_space()
-    if (yield from reading.take("{")):
-        yield from reading.skip_space()
-    yield from reading.expect('"name"')
-    yield from reading.skip_space()
-    yield from reading.expect(":")
-    yield from reading.skip_space()
-    yield from reading.expect('"')
-    reading.require_tool((yield from reading.take_match(_JSON_NAME)))
-    yield from reading.expect('"')
-
-
-def _close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:
+def close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:
     """Read the end of a block, if it comes. All is text if the block had no calls."""
     scanner = reading.scanner
     if reading.call_count == calls_before:
@@ -111,27 +65,27 @@ def _read_tagged(reading: AnswerReading) -> Steps[None]:
     calls_before = reading.call_count
     char = yield from reading.skip_space()
     if char in ("{", "["):
-        yield from read_json_calls(reading, (_TAG_END,))
+        yield from read_json_calls(reading, (TAG_END,))
     elif char == "<":
         yield from reading.expect(FUNCTION)
-        yield from read_function_tag(reading, _TAG_END)
+        yield from read_function_tag(reading, TAG_END)
     else:
-        yield from read_glm_call(reading, _TAG_END)
-    yield from _close_block(reading, calls_before, _TAG_END)
+        yield from read_glm_call(reading, TAG_END)
+    yield from close_block(reading, calls_before, TAG_END)
 
 
 def _read_bare_function_tag(reading: AnswerReading) -> Steps[None]:
     """Read `<function=name>` that no `<tool_call>` stands before."""
     calls_before = reading.call_count
-    yield from read_function_tag(reading, _TAG_END)
-    yield from _close_block(reading, calls_before, _TAG_END)
+    yield from read_function_tag(reading, TAG_END)
+    yield from close_block(reading, calls_before, TAG_END)
 
 
 def _read_json(reading: AnswerReading, *ends: str) -> Steps[None]:
     """Read JSON up to one of the markers, which may be missing."""
     calls_before = reading.call_count
     yield from read_json_calls(reading, ends)
-    yield from _close_block(reading, calls_before, *ends)
+    yield from close_block(reading, calls_before, *ends)
 
 
 def _read_mistral(reading: AnswerReading) -> Steps[None]:
@@ -139,7 +93,7 @@ def _read_mistral(reading: AnswerReading) -> Steps[None]:
     calls_before = reading.call_count
     if (yield from reading.skip_space()) in ("{", "["):
         yield from read_json_calls(reading)
-        yield from _close_block(reading, calls_before)
+        yield from close_block(reading, calls_before)
         return
     name = yield from reading.take_match(_NAME)
     call_id = ""
@@ -148,10 +102,10 @@ def _read_mistral(reading: AnswerReading) -> Steps[None]:
         call_id = yield from reading.take_match(_ID)
         yield from reading.expect("[ARGS]")
     reading.require_tool(name)
-    yield from _read_arguments(reading, name, call_id)
+    yield from read_arguments(reading, name, call_id)
 
 
-def _read_arguments(
+def read_arguments(
     reading: AnswerReading, name: str, call_id: str = "", ends: tuple[str, ...] = ()
 ) -> Steps[None]:
     """Read the JSON arguments of a known tool, or null."""
@@ -187,7 +141,7 @@ def _read_deepseek(reading: AnswerReading, in_call: bool = False) -> Steps[None]
         yield from reading.skip_space()
         if not (yield from reading.take(begin)):
             break
-    yield from _close_block(reading, calls_before, _DEEPSEEK[1])
+    yield from close_block(reading, calls_before, _DEEPSEEK[1])
 
 
 def _read_deepseek_call(reading: AnswerReading) -> Steps[None]:
@@ -202,17 +156,27 @@ def _read_deepseek_call(reading: AnswerReading) -> Steps[None]:
         yield from reading.skip_space()
         yield from reading.expect("```json")
     reading.require_tool(name)
-    yield from _read_arguments(reading, name, ends=(_DEEPSEEK_CALL[1],))
+    yield from read_arguments(reading, name, ends=(_DEEPSEEK_CALL[1],))
     if is_fenced:
         yield from reading.skip_space()
-        yield from reading.take(_FENCE)
+        yield from reading.take(FENCE)
 
 
 def _read_python(reading: AnswerReading, *ends: str) -> Steps[None]:
     """Read calls written as in Python."""
     calls_before = reading.call_count
     yield from read_python_calls(reading)
-    yield from _close_block(reading, calls_before, *ends)
+    yield from close_block(reading, calls_before, *ends)
+
+
+def _read_python_tag(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read JSON, or calls of Llama's own tools as in Python: `name.call(key="text")`."""
+    calls_before = reading.call_count
+    if (yield from reading.skip_space()) in ("{", ""):
+        yield from read_json_calls(reading, (end,))
+        yield from close_block(reading, calls_before, end)
+        return
+    yield from _read_lfm2(reading, end)
 
 
 def _read_lfm2(reading: AnswerReading, end: str) -> Steps[None]:
@@ -224,7 +188,7 @@ def _read_lfm2(reading: AnswerReading, end: str) -> Steps[None]:
         yield from read_json_calls(reading, (end,))
     else:
         yield from read_python_calls(reading)
-    yield from _close_block(reading, calls_before, end)
+    yield from close_block(reading, calls_before, end)
 
 
 def _write_lfm2(calls: Sequence[ToolCall]) -> str:
@@ -238,7 +202,7 @@ def _write_lfm2(calls: Sequence[ToolCall]) -> str:
 def _read_gemma(reading: AnswerReading, quote: str, end: str) -> Steps[None]:
     calls_before = reading.call_count
     yield from read_gemma_call(reading, quote)
-    yield from _close_block(reading, calls_before, end)
+    yield from close_block(reading, calls_before, end)
 
 
 def _read_action(reading: AnswerReading) -> Steps[None]:
@@ -246,15 +210,15 @@ def _read_action(reading: AnswerReading) -> Steps[None]:
     calls_before = reading.call_count
     yield from reading.skip_space()
     yield from reading.expect("```json")
-    yield from read_json_calls(reading, (_FENCE,))
-    yield from _close_block(reading, calls_before, _FENCE)
+    yield from read_json_calls(reading, (FENCE,))
+    yield from close_block(reading, calls_before, FENCE)
 
 
 def _read_fenced_json(reading: AnswerReading) -> Steps[None]:
     """Read JSON in a code block, which must have arguments to be a call."""
     calls_before = reading.call_count
-    yield from read_json_calls(reading, (_FENCE,), needs_arguments=True)
-    yield from _close_block(reading, calls_before, _FENCE)
+    yield from read_json_calls(reading, (FENCE,), needs_arguments=True)
+    yield from close_block(reading, calls_before, FENCE)
 
 
 def _json_form(opener: str, *ends: str) -> CallForm:
@@ -269,11 +233,14 @@ def _gemma_form(opener: str, end: str, quote: str) -> CallForm:
     return CallForm(opener, (end, quote), partial(_read_gemma, quote=quote, end=end))
 
 
-TAGGED = CallForm(_TAG, (_TAG_END, *GLM_MARKERS), _read_tagged)
+TAGGED = CallForm(_TAG, (TAG_END, *GLM_MARKERS), _read_tagged)
 FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag)
-PYTHON_TAG = _json_form("<|python_tag|>", "<|eom_id|>")
+_PYTHON_TAG_END = "<|eom_id|>"
+PYTHON_TAG = CallForm(
+    "<|python_tag|>", (_PYTHON_TAG_END,), partial(_read_python_tag, end=_PYTHON_TAG_END)
+)
 MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral)
-GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", _TAG_END)
+GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", TAG_END)
 COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>")
 ACTION = CallForm("Action:", (), _read_action)
 DEEPSEEK = CallForm(
@@ -281,7 +248,7 @@ DEEPSEEK = CallForm(
 )
 DEEPSEEK_CALL = CallForm(_DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True))
 OLMO = _python_form("<function_calls>", "</function_calls>")
-TOOL_CODE = _python_form("```tool_code", _FENCE)
+TOOL_CODE = _python_form("```tool_code", FENCE)
 _LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 LFM2 = CallForm(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1]))
 LFM2_TEXT = CallText(*_LFM2, _write_lfm2)

@@ -3,7 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from kvkeep.chat import bare_calls as bare
 from kvkeep.chat import call_syntax as forms
+from kvkeep.chat.bare_calls import BareForm
 from kvkeep.chat.call_syntax import CallForm, CallText
 from kvkeep.chat.channels import CHANNEL_MARKERS
 from kvkeep.errors import InvalidArgument
@@ -28,6 +30,7 @@ class OutputFormat:
     reasoning: the markers around it; the first ones are those that the model writes.
     wrappers: markers around the text, which are left out.
     bare_json: whether a JSON object that is the whole answer may be a call.
+    bare_calls: forms of calls without a marker, which begin an answer.
     channels: whether the answer is messages in channels.
     control_markers: the markers that are control tokens, so that their text is no marker.
     call_text: the form of calls in the history, if chat templates of these models know none.
@@ -38,6 +41,7 @@ class OutputFormat:
     calls: tuple[CallForm, ...] = (forms.TAGGED,)
     wrappers: tuple[BlockMarkers, ...] = ()
     bare_json: bool = False
+    bare_calls: tuple[BareForm, ...] = ()
     channels: bool = False
     control_markers: frozenset[str] = frozenset()
     call_text: CallText | None = None
@@ -71,7 +75,12 @@ _FORMATS = (
     OutputFormat("hermes"),
     OutputFormat("qwen3-coder", calls=(forms.TAGGED, forms.FUNCTION_TAG)),
     OutputFormat("glm"),
-    OutputFormat("llama3", calls=(forms.PYTHON_TAG, forms.TAGGED), bare_json=True),
+    OutputFormat(
+        "llama3",
+        calls=(forms.PYTHON_TAG, forms.TAGGED, forms.FUNCTION_TAG),
+        bare_json=True,
+        bare_calls=(bare.JSON_LINES, bare.PYTHON_LIST),
+    ),
     OutputFormat(
         "mistral",
         reasoning=(BlockMarkers("[THINK]", "[/THINK]"), _THINK),

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from kvkeep.chat.call_syntax import CallForm, call_comes_next
+from kvkeep.chat.bare_calls import BareForm, bare_form_next, call_comes_next
+from kvkeep.chat.call_syntax import CallForm
 from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, OutputBuilder, OutputEvent
 from kvkeep.chat.output_format import BlockMarkers, OutputFormat
-from kvkeep.chat.reading import AnswerReading, NotACall, Steps, merged
+from kvkeep.chat.reading import AnswerReading, NotACall, Steps, TextLine, merged
 from kvkeep.chat.scanner import SPACE, Scanner
 
+_BRACKETS = ("{", "[")
 _JSON_BEGINNINGS = (*'{["-0123456789', "true", "false", "null")
 
 
@@ -52,6 +54,9 @@ class OutputReader:
         self._steps = self._read(starts_in_reasoning)
         self._builder = OutputBuilder()
         self._reads_calls_in_reasoning = bool(tools) and not constrained
+        is_free = bool(tools) and not constrained and schema_calls is None
+        self._bare_forms = output_format.bare_calls if is_free else ()
+        self._bare_forms_in_text = [form for form in self._bare_forms if form.in_text]
         self._open_wrappers: list[BlockMarkers] = []
         self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
 
@@ -109,9 +114,12 @@ class OutputReader:
             if at_start and (yield from self._begins_schema_answer()):
                 yield from reading.rest_as_text()
                 return
-            if at_start and self._may_be_bare_call:
+            if at_start and (self._may_be_bare_json or self._bare_forms):
                 yield from reading.text(scanner.advance(_space_length(scanner.rest)))
-                if scanner.rest[:1] in ("{", "["):
+                if form := (yield from bare_form_next(reading, self._bare_forms)):
+                    at_start = yield from self._read_bare_calls(form)
+                    continue
+                if scanner.rest[:1] in ("{", "[") and self._may_be_bare_json:
                     at_start = yield from self._read_bare_json()
                     continue
             markers = self._markers(at_start)
@@ -122,6 +130,8 @@ class OutputReader:
                 text = scanner.advance(length)
                 at_start = at_start and not text.strip(SPACE)
                 yield from reading.text(text)
+            elif found and found[1] in _BRACKETS:
+                at_start = yield from self._read_bracket()
             elif found:
                 scanner.mark()
                 scanner.advance(found[2])
@@ -152,6 +162,8 @@ class OutputReader:
         blocks = (*self._format.reasoning, *self._format.wrappers)
         markers = [block.start for block in blocks if at_start or block.start in control_markers]
         markers += [block.end for block in self._open_wrappers]
+        if self._bare_forms_in_text:
+            markers += _BRACKETS
         return markers + [form.opener for form in self._format.calls if self._reading.tools]
 
     def _read_block(self, marker: str, at_start: bool) -> Steps[bool]:
@@ -177,8 +189,33 @@ class OutputReader:
         return self._reading.call_count > calls_before
 
     @property
-    def _may_be_bare_call(self) -> bool:
+    def _may_be_bare_json(self) -> bool:
         return bool(self._reading.tools) and (self._forced or self._format.bare_json)
+
+    def _read_bracket(self) -> Steps[bool]:
+        """Read a bracket in the midst of text, or what begins a line with it as calls do.
+
+        Returns whether there were any calls. In a block of code there are none.
+        """
+        reading = self._reading
+        if reading.line.is_blank and not reading.line.in_code:
+            form = yield from bare_form_next(reading, self._bare_forms_in_text)
+            if form is not None:
+                return (yield from self._read_bare_calls(form))
+        reading.scanner.mark()
+        yield from reading.text(reading.scanner.advance(1))
+        return False
+
+    def _read_bare_calls(self, form: BareForm) -> Steps[bool]:
+        """Read calls in a form that comes next. Returns whether there were any."""
+        reading = self._reading
+        calls_before = reading.call_count
+        reading.scanner.mark()
+        try:
+            yield from form.read(reading)
+        except NotACall:
+            yield from reading.written_text()
+        return reading.call_count > calls_before
 
     def _read_bare_json(self) -> Steps[bool]:
         """Read calls without markers. Returns whether there were any."""
@@ -197,7 +234,7 @@ class OutputReader:
         reading.begin_reasoning()
         if block.label and (yield from reading.skip_space()):
             yield from reading.take(block.label)
-        line = _Line()
+        line = TextLine()
         while True:
             found = scanner.find(ends)
             length = found[0] if found else scanner.certain_length(ends)
@@ -229,20 +266,7 @@ class OutputReader:
         """
         if form.opener in self._format.control_markers:
             return True
-        return at_line_start and (yield from call_comes_next(self._reading, form))
-
-
-class _Line:
-    """The last line of reasoning. is_blank: whether it is only white space so far."""
-
-    def __init__(self) -> None:
-        self.is_blank = True
-
-    def add(self, text: str) -> str:
-        """Append a text, and return it."""
-        _, newline, line = text.rpartition("\n")
-        self.is_blank = (bool(newline) or self.is_blank) and not line.strip(SPACE)
-        return text
+        return at_line_start and (yield from call_comes_next(self._reading, form.opener))
 
 
 def _space_length(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.chat.json_text import JsonText
 from kvkeep.chat.messages import ToolCall
-from kvkeep.chat.reading import AnswerReading, NotACall, Steps
+from kvkeep.chat.reading import AnswerReading, NotACall, Steps, tool_name
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
 _KEY = re.compile(r"[A-Za-z_]\w{0,255}")
@@ -49,6 +49,8 @@ def _read_call(reading: AnswerReading) -> Steps[int]:
         yield from reading.skip_space()
         name = yield from reading.take_match(_NAME)
         yield from reading.expect("(")
+    if tool_name(name, reading.tools) is None:
+        name = name.removesuffix(".call")  # as Llama 3 calls its own tools
     positional = iter(reading.require_tool(name).parameters.get("properties") or ())
     yield reading.start_call(name)
     opening = "{"

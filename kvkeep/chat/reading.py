@@ -19,6 +19,8 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.scanner import SPACE, Scanner
 
+_BACKTICKS = re.compile("`+|[^`]+")
+_FENCE = 3  # backticks
 _MODULES = re.compile(r"^(?:(?:default_api|functions|tools)\.)+")
 T = TypeVar("T")
 Steps = Generator[OutputEvent | None, None, T]
@@ -36,6 +38,7 @@ class AnswerReading:
         self.tools = {tool.name: tool for tool in tools}
         self.call_count = 0
         self._new_call_id = new_call_id
+        self.line = TextLine()  # of the answer's text
         self._space = ""  # white space that is text only if text follows
         self._wrote_text = self._wrote_other = False
         self._ends_with_call = False
@@ -106,7 +109,7 @@ class AnswerReading:
 
         It is dropped before a call or reasoning, and at the start of text after these.
         """
-        text = self.scanner.plain(text)
+        text = self.line.add(self.scanner.plain(text))
         if not text.strip(SPACE):
             self._space += text
             return
@@ -187,6 +190,29 @@ class AnswerReading:
 
     def _begin_other(self) -> None:
         self._space, self._wrote_other = "", True
+
+
+class TextLine:
+    """The last line of a text. is_blank: whether it has only white space so far.
+
+    in_code: whether a block of code is open, between fences.
+    """
+
+    def __init__(self) -> None:
+        self.is_blank, self.in_code = True, False
+        self._backticks = 0  # at the end of the text
+
+    def add(self, text: str) -> str:
+        """Append a text, and return it."""
+        _, newline, line = text.rpartition("\n")
+        self.is_blank = (bool(newline) or self.is_blank) and not line.strip(SPACE)
+        for run in _BACKTICKS.findall(text) if "`" in text or self._backticks else ():
+            if run[0] != "`":
+                self._backticks = 0
+                continue
+            before, self._backticks = self._backticks, self._backticks + len(run)
+            self.in_code ^= before < _FENCE <= self._backticks
+        return text
 
 
 def tool_name(written: str, names: Collection[str]) -> str | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.chat.json_calls import stream_object
 from kvkeep.chat.json_text import JsonText
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.python_calls import json_string_part
@@ -43,11 +44,18 @@ _MAX_DEPTH = 20  # of references and alternatives in a schema
 def read_function_tag(reading: AnswerReading, end: str) -> Steps[None]:
     """Read `name>`, `<parameter=key>value</parameter>` for each argument, and `</function>`.
 
-    end: the marker behind the function.
+    The arguments may be JSON instead. end: the marker behind the function.
     """
     name = (yield from reading.take_match(LABEL)).strip(SPACE)
     yield from reading.expect(">")
     tool = reading.require_tool(name)
+    if (yield from reading.skip_space()) == "{":
+        yield reading.start_call(name)
+        yield from stream_object(reading, (FUNCTION_END, end))
+        yield from reading.skip_space()
+        yield from reading.take(FUNCTION_END)
+        reading.scanner.mark()
+        return
     yield reading.start_call(name)
     opening, is_whole = "{", False
     while (yield from reading.skip_space()):
