@@ -26,12 +26,13 @@ class BareForm:
     """A form of calls without a marker.
 
     begin: reads the beginning of a call of a known tool, and raises NotACall for anything else.
-    read: reads such calls from their beginning. in_text: whether they may begin a line of text too,
-    with a bracket.
+    read: reads such calls from their beginning. is_json: whether an answer by a grammar may look
+    the same. in_text: whether they may begin a line of text too, with a bracket.
     """
 
     begin: Callable[[AnswerReading], Steps[None]]
     read: Callable[[AnswerReading], Steps[None]]
+    is_json: bool = True
     in_text: bool = False
 
 
@@ -167,9 +168,11 @@ def _begin_named(reading: AnswerReading) -> Steps[None]:
         raise NotACall
 
 
-def _read_named(reading: AnswerReading) -> Steps[None]:
+def read_named_call(reading: AnswerReading) -> Steps[None]:
     """Read the name of a tool and, on the next line, the JSON of its arguments."""
     name = yield from reading.expect(*(f"{name}\n" for name in reading.tools))
+    if (yield from reading.skip_space()) != "{":
+        raise NotACall
     yield from read_arguments(reading, name.strip(SPACE))
 
 
@@ -177,5 +180,5 @@ JSON_CALLS = BareForm(_begin_json_call, _read_json)
 JSON_LINES = BareForm(_begin_json_call, _read_json, in_text=True)
 FENCED_CALLS = _enclosed(FENCE, *_FENCES)
 CALLS_IN_TOOLS = _enclosed(_TOOLS_END, _TOOLS)
-PYTHON_LIST = BareForm(_begin_python_list, _read_python_list)
-NAMED_CALL = BareForm(_begin_named, _read_named)
+PYTHON_LIST = BareForm(_begin_python_list, _read_python_list, is_json=False)
+NAMED_CALL = BareForm(_begin_named, read_named_call, is_json=False)

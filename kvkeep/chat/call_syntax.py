@@ -14,7 +14,11 @@ from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 from kvkeep.chat.tagged_calls import (
     FUNCTION,
+    FUNCTION_TAGS,
     GLM_MARKERS,
+    INVOKE_TAGS,
+    SEED_TAGS,
+    FunctionTags,
     read_function_tag,
     read_glm_call,
 )
@@ -60,18 +64,20 @@ def close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[
         yield from reading.written_text()
 
 
-def _read_tagged(reading: AnswerReading) -> Steps[None]:
+def _read_tagged(
+    reading: AnswerReading, end: str = TAG_END, tags: FunctionTags = FUNCTION_TAGS
+) -> Steps[None]:
     """Read `<tool_call>` with JSON, with Qwen3-Coder's tags, or with GLM's."""
     calls_before = reading.call_count
     char = yield from reading.skip_space()
     if char in ("{", "["):
-        yield from read_json_calls(reading, (TAG_END,))
+        yield from read_json_calls(reading, (end,))
     elif char == "<":
-        yield from reading.expect(FUNCTION)
-        yield from read_function_tag(reading, TAG_END)
+        yield from reading.expect(tags.function)
+        yield from read_function_tag(reading, end, tags)
     else:
-        yield from read_glm_call(reading, TAG_END)
-    yield from close_block(reading, calls_before, TAG_END)
+        yield from read_glm_call(reading, end)
+    yield from close_block(reading, calls_before, end)
 
 
 def _read_bare_function_tag(reading: AnswerReading) -> Steps[None]:
@@ -79,6 +85,41 @@ def _read_bare_function_tag(reading: AnswerReading) -> Steps[None]:
     calls_before = reading.call_count
     yield from read_function_tag(reading, TAG_END)
     yield from close_block(reading, calls_before, TAG_END)
+
+
+def _read_invokes(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read `<invoke name="...">` with MiniMax's parameters, once or several times."""
+    calls_before = reading.call_count
+    yield from reading.skip_space()
+    yield from reading.expect(INVOKE_TAGS.function)
+    while True:
+        yield from read_function_tag(reading, end, INVOKE_TAGS)
+        yield from reading.skip_space()
+        if not (yield from reading.take(INVOKE_TAGS.function)):
+            break
+    yield from close_block(reading, calls_before, end)
+
+
+def _read_keyed(reading: AnswerReading, end: str) -> Steps[None]:
+    """Read a list of objects whose only key is the name of a tool: `[{"name": {...}}]`."""
+    calls_before = reading.call_count
+    yield from reading.skip_space()
+    yield from reading.take("[")
+    while (yield from reading.skip_space()) == "{":
+        yield from reading.expect("{")
+        if (yield from reading.skip_space()) != '"':
+            raise NotACall
+        name = json.loads((yield from read_json_value(reading)))
+        yield from reading.skip_space()
+        yield from reading.expect(":")
+        reading.require_tool(name)
+        yield from read_arguments(reading, name, ends=(end,))
+        yield from reading.skip_space()
+        yield from reading.take("}")
+        reading.scanner.mark()
+        yield from reading.skip_space()
+        yield from reading.take(",")
+    yield from close_block(reading, calls_before, end)
 
 
 def _read_json(reading: AnswerReading, *ends: str) -> Steps[None]:
@@ -234,6 +275,12 @@ def _gemma_form(opener: str, end: str, quote: str) -> CallForm:
 
 
 TAGGED = CallForm(_TAG, (TAG_END, *GLM_MARKERS), _read_tagged)
+_SEED = "<seed:tool_call>", "</seed:tool_call>"
+SEED = CallForm(_SEED[0], _SEED[1:], partial(_read_tagged, end=_SEED[1], tags=SEED_TAGS))
+_MINIMAX = "<minimax:tool_call>", "</minimax:tool_call>"
+MINIMAX = CallForm(_MINIMAX[0], _MINIMAX[1:], partial(_read_invokes, end=_MINIMAX[1]))
+_APERTUS = "<|tools_prefix|>", "<|tools_suffix|>"
+APERTUS = CallForm(_APERTUS[0], _APERTUS[1:], partial(_read_keyed, end=_APERTUS[1]))
 FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag)
 _PYTHON_TAG_END = "<|eom_id|>"
 PYTHON_TAG = CallForm(
@@ -252,6 +299,7 @@ TOOL_CODE = _python_form("```tool_code", FENCE)
 _LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 LFM2 = CallForm(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1]))
 LFM2_TEXT = CallText(*_LFM2, _write_lfm2)
+APRIEL = _json_form("<tool_calls>", "</tool_calls>")
 NEMOTRON2 = _json_form("<TOOLCALL>", "</TOOLCALL>")
 FENCED_JSON = CallForm("```json", (), _read_fenced_json)
 GEMMA = _gemma_form("<|tool_call>", "<tool_call|>", '<|"|>')

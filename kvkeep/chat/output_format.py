@@ -72,7 +72,13 @@ _COMMAND_WRAPPERS = (
 _GRANITE_REASONING = BlockMarkers("Here is my thought process:", "Here is my response:")
 _FORMATS = (
     OutputFormat("plain", calls=()),
-    OutputFormat("hermes"),
+    OutputFormat(
+        "hermes",
+        bare_calls=(
+            *(bare.JSON_CALLS, bare.FENCED_CALLS, bare.CALLS_IN_TOOLS),
+            *(bare.PYTHON_LIST, bare.NAMED_CALL),
+        ),
+    ),
     OutputFormat("qwen3-coder", calls=(forms.TAGGED, forms.FUNCTION_TAG)),
     OutputFormat("glm"),
     OutputFormat(
@@ -113,6 +119,31 @@ _FORMATS = (
         calls=(forms.GRANITE, forms.TAGGED),
         wrappers=(BlockMarkers("<response>", "</response>"),),
     ),
+    OutputFormat("phi4", calls=(forms.GRANITE, forms.TAGGED)),
+    OutputFormat(
+        "functionary",
+        calls=(CallForm(">>>", (), bare.read_named_call), forms.TAGGED),
+        wrappers=(BlockMarkers("all\n", ">>>all\n"),),
+        bare_calls=(bare.NAMED_CALL,),
+    ),
+    OutputFormat(
+        "apriel",
+        reasoning=(BlockMarkers("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), _THINK),
+        calls=(forms.APRIEL, forms.TAGGED),
+        wrappers=(BlockMarkers("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),),
+    ),
+    OutputFormat("ernie", wrappers=(BlockMarkers("<response>", "</response>"),)),
+    OutputFormat(
+        "seed-oss",
+        reasoning=(BlockMarkers("<seed:think>", "</seed:think>"), _THINK),
+        calls=(forms.SEED, forms.TAGGED),
+    ),
+    OutputFormat("minimax", calls=(forms.MINIMAX, forms.TAGGED)),
+    OutputFormat(
+        "apertus",
+        reasoning=(BlockMarkers("<|inner_prefix|>", "<|inner_suffix|>"), _THINK),
+        calls=(forms.APERTUS, forms.TAGGED),
+    ),
     OutputFormat("olmo3", calls=(forms.OLMO, forms.TAGGED)),
     OutputFormat("lfm2", calls=(forms.LFM2, forms.TAGGED), call_text=forms.LFM2_TEXT),
     OutputFormat("nemotron2", calls=(forms.NEMOTRON2, forms.TAGGED)),
@@ -132,6 +163,11 @@ _BY_TEMPLATE = (
     ("command-r7b", ("<|START_THINKING|>",)),
     ("command-r", ("<|CHATBOT_TOKEN|>", "Action:")),
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("seed-oss", ("<seed:tool_call>",)),
+    ("minimax", ("<minimax:tool_call>",)),
+    ("apertus", ("<|tools_prefix|>",)),
+    ("functionary", (">>>all",)),
+    ("apriel", ("<tool_calls>", "[BEGIN FINAL RESPONSE]")),
     ("qwen3-coder", ("<function=", "<parameter=")),
     ("glm", ("<arg_key>",)),
     ("olmo3", ("<function_calls>",)),
@@ -140,12 +176,14 @@ _BY_TEMPLATE = (
     ("nemotron2", ("<TOOLCALL>",)),
     ("granite", ("<|tool_call|>",)),
     ("granite", ("<|start_of_role|>",)),
+    ("ernie", ("<response>", "<tool_call>")),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("gemma3", ("<start_of_turn>",)),
+    ("phi4", ("<|tool_call|>",)),  # which its template does not show
 )
 _BY_CONTROL_TOKENS = (
-    *("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek", "lfm2"),
+    *("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek", "lfm2", "phi4"),
 )
 
 

@@ -54,8 +54,9 @@ class OutputReader:
         self._steps = self._read(starts_in_reasoning)
         self._builder = OutputBuilder()
         self._reads_calls_in_reasoning = bool(tools) and not constrained
-        is_free = bool(tools) and not constrained and schema_calls is None
-        self._bare_forms = output_format.bare_calls if is_free else ()
+        is_free = not constrained and schema_calls is None
+        bare_forms = output_format.bare_calls if tools else ()
+        self._bare_forms = [form for form in bare_forms if is_free or not form.is_json]
         self._bare_forms_in_text = [form for form in self._bare_forms if form.in_text]
         self._open_wrappers: list[BlockMarkers] = []
         self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
@@ -116,10 +117,12 @@ class OutputReader:
                 return
             if at_start and (self._may_be_bare_json or self._bare_forms):
                 yield from reading.text(scanner.advance(_space_length(scanner.rest)))
-                if form := (yield from bare_form_next(reading, self._bare_forms)):
+                is_json = self._may_be_bare_json and scanner.rest[:1] in _BRACKETS
+                forms = () if is_json and self._forced else self._bare_forms
+                if form := (yield from bare_form_next(reading, forms)):
                     at_start = yield from self._read_bare_calls(form)
                     continue
-                if scanner.rest[:1] in ("{", "[") and self._may_be_bare_json:
+                if is_json:
                     at_start = yield from self._read_bare_json()
                     continue
             markers = self._markers(at_start)
@@ -244,6 +247,8 @@ class OutputReader:
             elif found:
                 if found[1] == block.end:
                     scanner.advance(found[2])
+                    wrappers = self._format.wrappers
+                    self._open_wrappers += [pair for pair in wrappers if pair.start == block.end]
                     return
                 if (yield from self._ends_reasoning(forms[found[1]], line.is_blank)):
                     self._open_wrappers.append(block)

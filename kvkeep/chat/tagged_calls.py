@@ -1,4 +1,4 @@
-"""Calls whose arguments are tagged texts: those of Qwen3-Coder and of GLM.
+"""Calls whose arguments are tagged texts: those of Qwen3-Coder, MiniMax M2 and GLM.
 
 A value's tags do not tell its type: the tool's schema does.
 """
@@ -6,6 +6,7 @@ A value's tags do not tell its type: the tool's schema does.
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.chat.json_calls import stream_object
@@ -15,11 +16,37 @@ from kvkeep.chat.python_calls import json_string_part
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 GLM_MARKERS = (_KEY, _KEY_END, _VALUE, _VALUE_END)
 LABEL = re.compile(r"[^<>\n\ud800-\udfff]{0,256}")
+_QUOTED_LABEL = re.compile(r'[^"<>\n\ud800-\udfff]{0,256}')
+
+
+@dataclass(frozen=True)
+class FunctionTags:
+    """The tags of a call, in front of its name and of each parameter's, and behind these.
+
+    close: the text behind a name. newline: left out at both ends of a value.
+    """
+
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str = "</parameter>"
+    close: str = ">"
+    label: re.Pattern[str] = LABEL
+    newline: str = "\n"
+
+
+FUNCTION_TAGS = FunctionTags("<function=", "</function>", "<parameter=")
+SEED_TAGS = replace(FUNCTION_TAGS, newline="")  # values have no lines of their own
+INVOKE_TAGS = FunctionTags(
+    *('<invoke name="', "</invoke>", '<parameter name="'),
+    close='">',
+    label=_QUOTED_LABEL,
+    newline="",
+)
+FUNCTION = FUNCTION_TAGS.function
 _JSON_TYPES: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
@@ -41,33 +68,36 @@ _MAX_SPACE = 1000  # characters between an end tag and what follows it
 _MAX_DEPTH = 20  # of references and alternatives in a schema
 
 
-def read_function_tag(reading: AnswerReading, end: str) -> Steps[None]:
+def read_function_tag(
+    reading: AnswerReading, end: str, tags: FunctionTags = FUNCTION_TAGS
+) -> Steps[None]:
     """Read `name>`, `<parameter=key>value</parameter>` for each argument, and `</function>`.
 
     The arguments may be JSON instead. end: the marker behind the function.
     """
-    name = (yield from reading.take_match(LABEL)).strip(SPACE)
-    yield from reading.expect(">")
+    name = (yield from reading.take_match(tags.label)).strip(SPACE)
+    yield from reading.expect(tags.close)
     tool = reading.require_tool(name)
     if (yield from reading.skip_space()) == "{":
         yield reading.start_call(name)
-        yield from stream_object(reading, (FUNCTION_END, end))
+        yield from stream_object(reading, (tags.function_end, end))
         yield from reading.skip_space()
-        yield from reading.take(FUNCTION_END)
+        yield from reading.take(tags.function_end)
         reading.scanner.mark()
         return
     yield reading.start_call(name)
     opening, is_whole = "{", False
     while (yield from reading.skip_space()):
-        if (yield from reading.take(_PARAMETER, FUNCTION_END)) != _PARAMETER:
+        if (yield from reading.take(tags.parameter, tags.function_end)) != tags.parameter:
             is_whole = True
             break
-        key = (yield from reading.take_match(LABEL)).strip(SPACE)
-        yield from reading.take(">")
+        key = (yield from reading.take_match(tags.label)).strip(SPACE)
+        yield from reading.take(tags.close)
         yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
-        followers = (_PARAMETER, FUNCTION_END, end)
-        yield from _read_value(reading, value_types(tool, key), _PARAMETER_END, followers, "\n")
+        followers = (tags.parameter, tags.function_end, end)
+        types = value_types(tool, key)
+        yield from _read_value(reading, types, tags.parameter_end, followers, tags.newline)
     yield from _end_object(reading, opening, is_whole)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.rendered_calls import RenderedCall
+from kvkeep.chat.tagged_calls import FUNCTION_TAGS, INVOKE_TAGS, SEED_TAGS, FunctionTags
 from kvkeep.server import argument_grammar as arguments
 from kvkeep.server.grammar import moved_schema
 from kvkeep.server.lark_rules import (
@@ -101,20 +102,30 @@ def _write_hermes(calls: AllowedCalls) -> str:
     return rules.repeated(call, '"\\n"?')
 
 
-def _write_qwen3_coder(calls: AllowedCalls) -> str:
-    rules = calls.rules
+def _function_writer(start: str, end: str, tags: FunctionTags) -> Callable[[AllowedCalls], str]:
+    """Return a writer of calls in tags."""
 
-    def write(tool: Tool) -> str:
-        values = arguments.tagged_arguments(rules, tool, begin, "\n</parameter>\n")
-        name = literal(f"\n<function={tool.name}>\n")
-        return rules.add(
-            f'{rules.marker(_TAG)} {name} {values} "</function>\\n" {rules.marker(_TAG_END)}'
-        )
+    def write_calls(calls: AllowedCalls) -> str:
+        rules, close = calls.rules, f"{tags.close}{tags.newline}"
 
-    def begin(key: str) -> str:
-        return literal(f"<parameter={key}>\n") if key else r'"<parameter=" /[^<>\n]{1,60}/ ">\n"'
+        def write(tool: Tool) -> str:
+            value_end = f"{tags.newline}{tags.parameter_end}\n"
+            values = arguments.tagged_arguments(rules, tool, begin, value_end)
+            name = literal(f"\n{tags.function}{tool.name}{tags.close}\n")
+            function_end = literal(f"{tags.function_end}\n")
+            return rules.add(
+                f"{rules.marker(start)} {name} {values} {function_end} {rules.marker(end)}"
+            )
 
-    return calls.repeated(write, '"\\n"?')
+        def begin(key: str) -> str:
+            if key:
+                return literal(f"{tags.parameter}{key}{close}")
+            quote = '"' if '"' in tags.close else ""
+            return rf"{literal(tags.parameter)} /[^<>{quote}\n]{{1,60}}/ {literal(close)}"
+
+        return calls.repeated(write, '"\\n"?')
+
+    return write_calls
 
 
 def _write_glm(calls: AllowedCalls) -> str:
@@ -270,9 +281,33 @@ def _write_granite(calls: AllowedCalls) -> str:
     return f"{listed} | {_write_hermes(calls)}"
 
 
-def _write_nemotron2(calls: AllowedCalls) -> str:
-    start, end = map(calls.rules.marker, ("<TOOLCALL>", "</TOOLCALL>"))
-    return f"{start} {_json_list(calls)} {end}"
+def _list_writer(start: str, end: str) -> Callable[[AllowedCalls], str]:
+    """Return a writer of a list of calls between two markers."""
+
+    def write_calls(calls: AllowedCalls) -> str:
+        return f"{calls.rules.marker(start)} {_json_list(calls)} {calls.rules.marker(end)}"
+
+    return write_calls
+
+
+def _write_apertus(calls: AllowedCalls) -> str:
+    """A list of objects whose only key is the name of the tool."""
+    start, end = map(calls.rules.marker, ("<|tools_prefix|>", "<|tools_suffix|>"))
+
+    def write(tool: Tool) -> str:
+        return f'{literal(f"{{{json.dumps(tool.name)}: ")} {_arguments(tool)} "}}"'
+
+    return f'{start} "[" {calls.repeated(write, "/, ?/")} "]" {end}'
+
+
+def _write_functionary(calls: AllowedCalls) -> str:
+    """Names with JSON below them; the prompt ends with `>>>`, which is between calls too."""
+
+    def write(tool: Tool) -> str:
+        name = literal(f"{tool.name}\n")
+        return f"{name} {_arguments(tool)}"
+
+    return calls.repeated(write, '">>>"')
 
 
 def _json_list(calls: AllowedCalls) -> str:
@@ -291,7 +326,9 @@ def _object_schema(tool: Tool) -> Mapping[str, Any]:
 
 _WRITERS: Mapping[str, Callable[[AllowedCalls], str]] = {
     "hermes": _write_hermes,
-    "qwen3-coder": _write_qwen3_coder,
+    "qwen3-coder": _function_writer(_TAG, _TAG_END, FUNCTION_TAGS),
+    "seed-oss": _function_writer("<seed:tool_call>", "</seed:tool_call>", SEED_TAGS),
+    "minimax": _function_writer("<minimax:tool_call>", "</minimax:tool_call>", INVOKE_TAGS),
     "glm": _write_glm,
     "llama3": _write_llama3,
     "mistral": _write_mistral,
@@ -305,6 +342,11 @@ _WRITERS: Mapping[str, Callable[[AllowedCalls], str]] = {
     "granite": _write_granite,
     "olmo3": _write_olmo3,
     "lfm2": _write_lfm2,
-    "nemotron2": _write_nemotron2,
+    "nemotron2": _list_writer("<TOOLCALL>", "</TOOLCALL>"),
+    "apriel": _list_writer("<tool_calls>", "</tool_calls>"),
+    "phi4": _list_writer("<|tool_call|>", "<|/tool_call|>"),
+    "apertus": _write_apertus,
+    "functionary": _write_functionary,
+    "ernie": _write_hermes,
 }
 WRITABLE = frozenset(_WRITERS)  # names of formats

@@ -1,5 +1,7 @@
 """Calls that models write without a marker, where they are certainly calls."""
 
+from typing import Any
+
 import pytest
 
 from kvkeep.chat.output_format import format_by_name
@@ -42,6 +44,53 @@ LLAMA_TEXTS = (
     'As:\n{"name": "weath',
     "<function=other>{}</function>",
 )
+ROME_ARGUMENTS = ROME.replace("parameters", "arguments")
+HERMES = {
+    ROME_ARGUMENTS: [WEATHER],
+    f"\n{ROME_ARGUMENTS}\n{ROME}": [WEATHER, WEATHER],
+    f"[{ROME_ARGUMENTS}, {ROME}]": [WEATHER, WEATHER],
+    f"```json\n{ROME_ARGUMENTS}\n```": [WEATHER],
+    f"```json\n[{ROME_ARGUMENTS}]\n```\nNow wait.": [WEATHER, "Now wait."],
+    f"```\n{ROME_ARGUMENTS}\n```\n```json\n{ROME}\n```": [WEATHER, WEATHER],
+    f"<tools>\n{ROME_ARGUMENTS}\n</tools>": [WEATHER],
+    f"<think>\nHm.\n</think>\n\n{ROME_ARGUMENTS}": ["Hm.", WEATHER],
+    f'{{"type": "function", "function": {ROME_ARGUMENTS}}}': [WEATHER],
+    '[weather(city="Rome")]': [WEATHER],
+    'weather\n{"city": "Rome"}': [WEATHER],
+    'weather\n{"city": "Ro': [("weather", '{"city": "Ro', False)],
+}
+HERMES_TEXTS = (
+    f"The call is {ROME_ARGUMENTS}",
+    f"The call is\n{ROME_ARGUMENTS}",
+    f"As:\n```json\n{ROME_ARGUMENTS}\n```",
+    '{"name": "weather"}',
+    '{"name": "weather", "city": "Rome"}',
+    '{"name": "weather", "arguments": "Rome"}',
+    '```json\n{"name": "weather"}\n```',
+    '```python\nweather(city="Rome")\n```',
+    ROME_ARGUMENTS.replace("weather", "other"),
+    '{"city": "Rome", "name": "weather", "arguments": {}}',
+    'other\n{"city": "Rome"}',
+    "weather\nis fine",
+    "weather",
+    "<tools>\n[]\n</tools>",
+    "[]",
+    "{",
+    "```",
+)
+FUNCTIONARY = {
+    'weather\n{"city": "Rome"}': [WEATHER],
+    'weather\n{"city": "Rome"}>>>shell\n{}': [WEATHER, ("shell", "{}", True)],
+    'all\nSure.>>>weather\n{"city": "Rome"}': ["Sure.", WEATHER],
+    "all\nSure.": ["Sure."],
+    "all\n>>> 1 + 1\n2": [">>> 1 + 1\n2"],
+    "Hall\nway": ["Hall\nway"],
+    "all\nA>>>other\n{}": ["A>>>other\n{}"],
+}
+PHI = {
+    f"<|tool_call|>[{ROME_ARGUMENTS}]<|/tool_call|>": [WEATHER],
+    f"<|tool_call|>[{ROME_ARGUMENTS}]": [WEATHER],
+}
 SIZES = (1, 2, 3, 7, 10**9)
 
 
@@ -55,24 +104,43 @@ def test_calls_of_llama_may_follow_text_or_be_as_in_python(text: str) -> None:
     check(text, "llama3", LLAMA[text])
 
 
+@pytest.mark.parametrize("text", HERMES)
+def test_an_answer_may_begin_with_a_call_without_tags(text: str) -> None:
+    """Qwen2.5-Coder, Hammer, xLAM and GLM-4 write it as JSON, in a fence, or below its name."""
+    check(text, "hermes", HERMES[text])
+
+
+def test_other_beginnings_of_an_answer_are_text() -> None:
+    for text in HERMES_TEXTS:
+        check(text, "hermes", [text])
+
+
+def test_calls_of_functionary_and_phi_are_read() -> None:
+    for name, answers in (("functionary", FUNCTIONARY), ("phi4", PHI)):
+        for text, expected in answers.items():
+            check(text, name, expected)
+
+
 def test_what_only_looks_like_a_call_of_llama_is_text() -> None:
     for text in LLAMA_TEXTS:
         check(text, "llama3", [text])
 
 
 def test_bare_calls_are_text_without_tools_or_behind_a_grammar() -> None:
-    for text in (*LLAMA, ROME):
-        if text[0] != "<":
-            reader = OutputReader(format_by_name("llama3"))
+    settings: dict[str, Any]
+    for name, text in (
+        *(("llama3", text) for text in LLAMA if "<" not in text),
+        *(("hermes", text) for text in HERMES if "<think>" not in text),
+    ):
+        without_tools = {"tools": ()}
+        constrained = [{"constrained": True}, {"schema_calls": ["shell"]}]
+        is_json = "weather(" not in text and "weather\n" not in text and text[:2] != "[w"
+        is_at_start = name == "llama3" and text[0] in "{["
+        for settings in (without_tools, *(constrained if is_json and not is_at_start else ())):
+            reader = OutputReader(format_by_name(name), **{"tools": TOOLS, **settings})
             reader.push([text])
             reader.finish()
             assert described(reader.output) == [text]
-    text = f"Sure.\n{ROME}"
-    for settings in ({"constrained": True}, {"schema_calls": ["weather"]}):
-        reader = OutputReader(format_by_name("llama3"), TOOLS, **settings)  # type: ignore[arg-type]
-        reader.push([text])
-        reader.finish()
-        assert described(reader.output) == [text]
 
 
 def test_text_is_held_back_only_while_a_call_may_come() -> None:

@@ -24,6 +24,12 @@ SIGNS = {  # texts of a template by which a format is detected
     "hermes": (),
     "qwen3-coder": ("<function=", "<parameter="),
     "glm": ("<arg_key>",),
+    "seed-oss": ("<seed:tool_call>",),
+    "minimax": ("<minimax:tool_call>",),
+    "apertus": ("<|tools_prefix|>",),
+    "apriel": ("<tool_calls>", "[BEGIN FINAL RESPONSE]"),
+    "phi4": (),  # by its control tokens
+    "ernie": ("<response>", "<tool_call>"),
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
     "gemma3": ("<start_of_turn>",),

@@ -12,6 +12,12 @@ TEMPLATES = {
     "hermes": """{{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}""",
     "qwen3-coder": "'<tool_call>\\n<function=' + tool_call.name + '>\\n<parameter=' + args_name",
     "glm": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>",
+    "seed-oss": "{%- set toolcall_begin_token = '<seed:tool_call>' %}<function=<parameter=",
+    "minimax": '<minimax:tool_call>\\n<invoke name="tool-name-1">',
+    "apertus": "{%- set tool_calls_token = '<|tools_prefix|>' %}",
+    "functionary": "Respond in this format:\\n>>>${recipient}{{ '>>>all\\n' + content }}",
+    "apriel": "[BEGIN FINAL RESPONSE] ... <tool_calls>[{",
+    "ernie": "<tool_call>\\n{}</tool_call>{{ '<response>\\n' + content }}",
     "llama3": """<|start_header_id|>{{ '{"name": "' + name + '", "parameters": ' }}""",
     "mistral": "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
     "harmony": "<|start|>assistant<|channel|>analysis<|message|>",
@@ -38,6 +44,7 @@ def test_templates_without_tools_are_read_as_hermes_or_by_their_control_tokens()
     assert detect_format("{{ messages }}", ["<|im_end|>"]).name == "hermes"
     assert detect_format("{{ messages }}", ["[INST]", "[TOOL_CALLS]"]).name == "mistral"
     assert detect_format("List of tools: {{ tools }}", ["<|tool_call_start|>"]).name == "lfm2"
+    assert detect_format("<|tool|>{{ tools }}", ["<|tool_call|>"]).name == "phi4"
 
 
 def test_the_text_of_a_control_token_is_no_marker() -> None:

@@ -83,7 +83,11 @@ def described(output: Output) -> list[str | tuple[str, str, bool]]:
         ),
         (
             '{"name": "weather", "arguments": {"city": "Rome"}}',
-            ['{"name": "weather", "arguments": {"city": "Rome"}}'],
+            [("weather", '{"city": "Rome"}', True)],
+        ),
+        (
+            'Hi {"name": "weather", "arguments": {"city": "Rome"}}',
+            ['Hi {"name": "weather", "arguments": {"city": "Rome"}}'],
         ),
         ("a <tool_ca", ["a <tool_ca"]),
         (

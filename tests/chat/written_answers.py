@@ -102,6 +102,28 @@ def _qwen3_coder(name: str, values: Mapping[str, Any]) -> str:
     )
 
 
+def _seed(name: str, values: Mapping[str, Any]) -> str:
+    body = "".join(
+        f"<parameter={key}>{_tagged_value(value)}</parameter>\n" for key, value in values.items()
+    )
+    start, end = marked("<seed:tool_call>"), marked("</seed:tool_call>")
+    return f"{start}\n<function={name}>\n{body}</function>\n{end}"
+
+
+def _invoke(name: str, values: Mapping[str, Any]) -> str:
+    body = "".join(
+        f'<parameter name="{key}">{_tagged_value(value)}</parameter>\n'
+        for key, value in values.items()
+    )
+    start, end = marked("<minimax:tool_call>"), marked("</minimax:tool_call>")
+    return f'{start}\n<invoke name="{name}">\n{body}</invoke>\n{end}'
+
+
+def _apertus(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    entries = [{name: values} for name, values in calls]
+    return f"{marked('<|tools_prefix|>')}{_json(entries)}{marked('<|tools_suffix|>')}"
+
+
 def _glm(name: str, values: Mapping[str, Any]) -> str:
     pairs = "".join(
         f"{marked('<arg_key>')}{key}{marked('</arg_key>')}\n"
@@ -112,7 +134,8 @@ def _glm(name: str, values: Mapping[str, Any]) -> str:
 
 
 _AMBIGUOUS = re.compile(
-    r"</(parameter|arg_value)>\s*(<parameter=|</function>|</tool_call>|<arg_key>|$)"
+    r"</(parameter|arg_value)>\s*"
+    r"(<parameter[= ]|</function>|</invoke>|</(\w+:)?tool_call>|<arg_key>|$)"
 )
 
 
@@ -251,6 +274,23 @@ FORMS = {
     "hermes": Form("hermes", _each(_hermes)),
     "qwen3-coder": Form("qwen3-coder", _each(_qwen3_coder), can_write=_can_tag),
     "glm": Form("glm", _each(_glm), can_write=_can_tag),
+    "seed-oss": Form(
+        "seed-oss",
+        _each(_seed),
+        (marked("<seed:think>"), marked("</seed:think>")),
+        _can_tag,
+    ),
+    "minimax": Form("minimax", _each(_invoke), can_write=_can_tag),
+    "apertus": Form(
+        "apertus", _apertus, (marked("<|inner_prefix|>"), marked("<|inner_suffix|>"))
+    ),
+    "apriel": Form(
+        "apriel",
+        _listed("<tool_calls>", "</tool_calls>"),
+        (marked("Here are my reasoning steps:"), marked("[BEGIN FINAL RESPONSE]")),
+    ),
+    "phi4": Form("phi4", _listed("<|tool_call|>", "<|/tool_call|>")),
+    "ernie": Form("ernie", _each(_hermes)),
     "llama3": Form("llama3", _llama, text_first=False),
     "llama3 python tag": Form("llama3", _python_tag),
     "mistral list": Form("mistral", _mistral_list, (marked("[THINK]"), marked("[/THINK]"))),
