@@ -236,6 +236,8 @@ class OutputReader:
         ends = (block.end, *forms)
         reading.begin_reasoning()
         if block.label and (yield from reading.skip_space()):
+            while (yield from reading.take(block.start)):  # written twice
+                yield from reading.skip_space()
             yield from reading.take(block.label)
         line = TextLine()
         while True:

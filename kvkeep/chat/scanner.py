@@ -22,7 +22,7 @@ class Scanner:
         self,
         markers: Iterable[str],
         control_markers: Collection[str],
-        control_text: Callable[[int], str],
+        control_text: Callable[[int], str] = lambda token: "",
         silent: Collection[str] = (),
     ):
         """control_markers: those that are control tokens, and so never plain text.

@@ -12,9 +12,10 @@ from typing import Any
 from kvkeep.chat.json_calls import stream_object
 from kvkeep.chat.json_text import JsonText
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.python_calls import json_string_part
+from kvkeep.chat.output import CallArguments
+from kvkeep.chat.python_calls import json_string_part, read_python_value
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
-from kvkeep.chat.scanner import SPACE
+from kvkeep.chat.scanner import SPACE, Scanner
 
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 GLM_MARKERS = (_KEY, _KEY_END, _VALUE, _VALUE_END)
@@ -64,6 +65,7 @@ _TYPES_BY_CHAR = {
     "f": "boolean",
     "n": "null",
 }
+_TYPE_KEYWORDS = frozenset(("$ref", "type", "allOf", "anyOf", "oneOf", "enum", "const"))
 _MAX_SPACE = 1000  # characters between an end tag and what follows it
 _MAX_DEPTH = 20  # of references and alternatives in a schema
 
@@ -210,7 +212,26 @@ def _typed_value(text: str, types: frozenset[str]) -> str:
             return json_text.strip(SPACE)
         if value_type == "string" and types and "string" not in types:
             return json_text.strip(SPACE)
+    if types and "string" not in types and (literal := _python_literal(stripped)):
+        literal_type = _TYPES_BY_CHAR.get(literal[0])
+        if literal_type in types & {"array", "object"}:
+            return literal
     return json.dumps(text, ensure_ascii=False)
+
+
+def _python_literal(text: str) -> str | None:
+    """Return a Python literal as JSON, such as `{'a': None}`; None for other texts."""
+    scanner = Scanner((), ())
+    scanner.append([text])
+    scanner.closed = True
+    reading, parts = AnswerReading(scanner, (), str), list[str]()
+    try:
+        for event in read_python_value(reading):
+            assert isinstance(event, CallArguments)
+            parts.append(event.delta)
+    except NotACall:
+        return None
+    return None if scanner.rest.strip(SPACE) else "".join(parts)
 
 
 def value_types(tool: Tool, key: str) -> frozenset[str]:
@@ -238,6 +259,10 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset
             [types] if isinstance(types, str) else [name for name in types if isinstance(name, str)]
         )
         return frozenset("number" if name == "integer" else name for name in names)
+    members = schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
+    for member in members:
+        if isinstance(member, Mapping) and not _TYPE_KEYWORDS.isdisjoint(member):
+            return _schema_types(member, root, depth - 1)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
             alternatives = [_schema_types(item, root, depth - 1) for item in schema[keyword]]

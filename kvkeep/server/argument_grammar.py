@@ -15,7 +15,7 @@ from kvkeep.server.lark_rules import LarkRules, either, json_value, literal
 _DEFINITIONS = ("$defs", "definitions")
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _INTEGER = "-?(0|[1-9][0-9]{0,39})"
-_NUMBER = rf"/{_INTEGER}(\.[0-9]{{1,40}})?([eE][+-]?[0-9]{{1,4}})?/"
+_NUMBER = rf"/{_INTEGER}(\.[0-9]{{1,40}})?([eE][+-]?[0-9]{{1,2}})?/"
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,60}/"
 
 
