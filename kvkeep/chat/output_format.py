@@ -34,6 +34,7 @@ class OutputFormat:
     channels: whether the answer is messages in channels.
     control_markers: the markers that are control tokens, so that their text is no marker.
     call_text: the form of calls in the history, if chat templates of these models know none.
+    is_assumed: whether neither template nor vocabulary shows a form of calls.
     """
 
     name: str
@@ -45,6 +46,7 @@ class OutputFormat:
     channels: bool = False
     control_markers: frozenset[str] = frozenset()
     call_text: CallText | None = None
+    is_assumed: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -212,4 +214,17 @@ def detect_format(template_source: str, control_texts: Collection[str]) -> Outpu
     for name, signs in _BY_TEMPLATE:
         if name in _BY_CONTROL_TOKENS and texts.issuperset(signs):
             return format_by_name(name, texts)
-    return format_by_name("hermes", texts)
+    return replace(format_by_name("hermes", texts), is_assumed="<tool_call>" not in template_source)
+
+
+def format_warnings(output_format: OutputFormat, takes_tools: bool) -> tuple[str, ...]:
+    """Return what a request with tools has to know of the format of calls, in words.
+
+    takes_tools: whether the chat template takes tools; otherwise the prompt describes the format.
+    """
+    if not (output_format.is_assumed and takes_tools):
+        return ()
+    return (
+        "tools: the chat template shows no form of calls; they are read as JSON, in <tool_call> "
+        "tags or as the whole answer",
+    )

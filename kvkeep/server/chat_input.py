@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output import CallEnded, OutputEvent
+from kvkeep.chat.output_format import format_warnings
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer
@@ -222,4 +223,7 @@ async def chat_input(
     chat, rules, prompt = await to_thread(render)
     context.notices.add_rules(*rules)
     context.notices.warn(*prompt.warnings)
+    if chat.callable_tools:
+        takes_tools = renderer.traits.tools
+        context.notices.warn(*format_warnings(renderer.output_format, takes_tools))
     return ChatInput(chat, prompt, renderer, context)

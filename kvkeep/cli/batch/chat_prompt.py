@@ -71,6 +71,7 @@ def render_chat(model: "Model", body: Mapping[str, Any]) -> ChatPrompt:
     """
     from kvkeep.chat.openai_chat import parse_chat
     from kvkeep.chat.openai_tools import hosted_tools
+    from kvkeep.chat.output_format import format_warnings
     from kvkeep.chat.renderer import RenderOptions
 
     chat = parse_chat(body)
@@ -85,7 +86,13 @@ def render_chat(model: "Model", body: Mapping[str, Any]) -> ChatPrompt:
         fields = {name: body[name] for name in _ANSWER_FIELDS if name in body}
         grammar = _compile_answer(model, json.dumps(fields, sort_keys=True))
     grammar_warnings = grammar.warnings if grammar else ()
-    warnings = (*hosted, *prompt.warnings, *grammar_warnings)
+    renderer = model.renderer
+    format_notes = (
+        format_warnings(renderer.output_format, renderer.traits.tools)
+        if chat.callable_tools
+        else ()
+    )
+    warnings = (*hosted, *prompt.warnings, *format_notes, *grammar_warnings)
     return ChatPrompt(model, chat, prompt, grammar, None if reasons else 0, warnings)
 
 
