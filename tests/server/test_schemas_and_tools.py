@@ -60,7 +60,7 @@ def test_without_a_schema_json_is_a_call_only_in_the_forms_of_bare_json(
     answer = '{"name": "weather", "parameters": {"city": "Rome"}}'
     with scripted.client() as client:
         for output_format, parts in (
-            ("hermes", [("text", answer)]),
+            ("hermes", [("call", ("weather", {"city": "Rome"}))]),
             ("mistral", [("text", answer)]),
             ("llama3", [("call", ("weather", {"city": "Rome"}))]),
         ):
