@@ -162,13 +162,21 @@ def _read_python_list(reading: AnswerReading) -> Steps[None]:
     yield from reading.written_text()
 
 
+def read_recipient(reading: AnswerReading) -> Steps[None]:
+    """Read a call by its name, or `all` before text, which is no text."""
+    if (yield from reading.take("all\n")):
+        reading.scanner.mark()
+    else:
+        yield from _read_named_call(reading)
+
+
 def _begin_named(reading: AnswerReading) -> Steps[None]:
     yield from reading.expect(*(f"{name}\n" for name in reading.tools))
     if (yield from reading.skip_space()) != "{":
         raise NotACall
 
 
-def read_named_call(reading: AnswerReading) -> Steps[None]:
+def _read_named_call(reading: AnswerReading) -> Steps[None]:
     """Read the name of a tool and, on the next line, the JSON of its arguments."""
     name = yield from reading.expect(*(f"{name}\n" for name in reading.tools))
     if (yield from reading.skip_space()) != "{":
@@ -181,4 +189,4 @@ JSON_LINES = BareForm(_begin_json_call, _read_json, in_text=True)
 FENCED_CALLS = _enclosed(FENCE, *_FENCES)
 CALLS_IN_TOOLS = _enclosed(_TOOLS_END, _TOOLS)
 PYTHON_LIST = BareForm(_begin_python_list, _read_python_list, is_json=False)
-NAMED_CALL = BareForm(_begin_named, read_named_call, is_json=False)
+NAMED_CALL = BareForm(_begin_named, _read_named_call, is_json=False)

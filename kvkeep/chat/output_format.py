@@ -124,8 +124,8 @@ _FORMATS = (
     OutputFormat("phi4", calls=(forms.GRANITE, forms.TAGGED)),
     OutputFormat(
         "functionary",
-        calls=(CallForm(">>>", (), bare.read_named_call), forms.TAGGED),
-        wrappers=(BlockMarkers("all\n", ">>>all\n"),),
+        calls=(CallForm(">>>", (), bare.read_recipient), forms.TAGGED),
+        wrappers=(BlockMarkers("all\n", "<|eot_id|>"),),
         bare_calls=(bare.NAMED_CALL,),
     ),
     OutputFormat(

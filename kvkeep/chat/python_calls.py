@@ -64,7 +64,7 @@ def _read_call(reading: AnswerReading) -> Steps[int]:
             yield reading.arguments(f"{opening}{json.dumps(key or next(positional, ''))}: ")
             opening = ", "
             if value:
-                yield reading.arguments(_scalar(value))
+                yield from _read_scalar(reading, value)
             else:
                 yield from read_python_value(reading)
             if (yield from reading.skip_space()) != ")":
@@ -86,7 +86,7 @@ def read_python_value(reading: AnswerReading, depth: int = 0) -> Steps[None]:
     elif char in _CLOSING and depth < _MAX_DEPTH:
         yield from _read_items(reading, char, depth)
     else:
-        yield reading.arguments(_scalar((yield from reading.take_match(_SCALAR))))
+        yield from _read_scalar(reading, (yield from reading.take_match(_SCALAR)))
 
 
 def _read_items(reading: AnswerReading, bracket: str, depth: int) -> Steps[None]:
@@ -183,10 +183,11 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def _scalar(text: str) -> str:
-    """Return a number or word as JSON. Raises NotACall for other texts."""
+def _read_scalar(reading: AnswerReading, text: str) -> Steps[None]:
+    """Yield a number or word as JSON. Raises NotACall behind any other text."""
     value = JsonText()
     _, json_text = value.push(text + " ")
-    if not text or not value.done:
+    is_scalar = bool(text) and value.done
+    yield reading.arguments(json_text.strip() if is_scalar else text)
+    if not is_scalar:
         raise NotACall
-    return json_text.strip()

@@ -83,6 +83,8 @@ FUNCTIONARY = {
     'weather\n{"city": "Rome"}>>>shell\n{}': [WEATHER, ("shell", "{}", True)],
     'all\nSure.>>>weather\n{"city": "Rome"}': ["Sure.", WEATHER],
     "all\nSure.": ["Sure."],
+    "all\nSure.\n>>>all\nWell.": ["Sure.\nWell."],
+    "all\n>>>all\nSure.": ["Sure."],
     "all\n>>> 1 + 1\n2": [">>> 1 + 1\n2"],
     "Hall\nway": ["Hall\nway"],
     "all\nA>>>other\n{}": ["A>>>other\n{}"],

@@ -1,4 +1,4 @@
-"""Values between tags get the types of the tool's schema."""
+"""Values between tags get the types of the schema; values as in Python are not lost."""
 
 import json
 from typing import Any
@@ -75,3 +75,13 @@ def test_a_channel_of_gemma_that_is_opened_twice_is_one(size: int) -> None:
     text = "<|channel><|channel>thought\n{}<channel|>Hello"
     assert described(read(text.format(""), "gemma4", size)) == ["Hello"]
     assert described(read(text.format("Hm."), "gemma4", size)) == ["Hm.", "Hello"]
+
+
+@pytest.mark.parametrize("arguments", ["w1.", "a=w1.", "</x>w1.", "a=[w1."])
+def test_what_is_no_value_of_a_call_as_in_python_is_not_lost(arguments: str) -> None:
+    """The call is incomplete, and no client runs it."""
+    for size in (1, 2, 10**9):
+        output = read(f"<function_calls>weather({arguments}", "olmo3", size)
+        (call,) = output.calls
+        assert not call.complete
+        assert "w1." in call.arguments + output.text
