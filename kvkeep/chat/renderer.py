@@ -18,7 +18,8 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.rendered_calls import RenderedCall
 from kvkeep.chat.template_entries import ID_CHARACTERS, TemplateEntries
-from kvkeep.chat.template_traits import TemplateTraits, probe_template
+from kvkeep.chat.template_probe import probe_template
+from kvkeep.chat.template_traits import TemplateTraits
 from kvkeep.chat.write_back import PROBE_TOOL, AnswerWriter, WrittenHistory
 from kvkeep.chat.written import FindWritten
 from kvkeep.errors import InvalidArgument, UnsupportedModel

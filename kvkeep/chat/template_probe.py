@@ -1,0 +1,168 @@
+"""Probes of a model's chat template: small conversations that show what it can render."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from kvkeep.chat.template_traits import TemplateTraits, text_part_list
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.text.codec import TextCodec
+
+# Letters only, so that no template trims, splits or escapes them.
+_SYSTEM, _LATER_SYSTEM, _FOLLOWING, _TOOL = "kvkeepsys", "kvkeeplater", "kvkeepnext", "kvkeeptool"
+_TEXT = "kvkeeptext"
+_KEY, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, _REASONING = (
+    *("kvkeepkey", "kvkeepvalue", "kvkeepother", "kvkeepresult", "kvkeeplast", "kvkeepthought"),
+)
+_LONG_ID, _SHORT_ID = "call_kvkeep0000000000000000", "kvkeep000"
+_Messages = Sequence[Mapping[str, Any]]
+_USER: Mapping[str, Any] = {"role": "user", "content": "a"}
+_ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "b"}
+
+
+def probe_template(codec: TextCodec) -> TemplateTraits:
+    """Return the traits of a model's template. Raises UnsupportedModel if there is none."""
+    probe = _Probe(codec)
+    try:
+        codec.chat([_USER])
+    except InvalidArgument:
+        probe.no_tools = []
+    if not probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING):
+        probe.text_parts = probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING, parts=True)
+    calls = next(filter(None, map(probe.call_traits, _CALL_FORMS)), {})
+    call_first = calls.pop("call_first", True)
+    system: Mapping[str, Any]
+    system, later = ({"role": "system", "content": text} for text in (_SYSTEM, _LATER_SYSTEM))
+    return TemplateTraits(
+        # Some templates write it only before a user's message that is the last one.
+        system=probe.renders([system, _USER], _SYSTEM)
+        and probe.renders([system, _USER, _ANSWER, _USER, _ANSWER], _SYSTEM),
+        system_midway=probe.renders([system, _USER, _ANSWER, later, _USER], _SYSTEM, _LATER_SYSTEM),
+        system_alone=probe.renders([system], _SYSTEM),
+        assistant_first=probe.renders([{**_ANSWER, "content": _FOLLOWING}, _USER], _FOLLOWING)
+        and call_first,
+        empty_answer=probe.renders(
+            [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
+        ),
+        tools=probe.renders([_USER], _TOOL, tools=True),
+        results=probe.renders(
+            [_USER, _ANSWER, _result(_RESULT, {"id": _LONG_ID}), {**_USER, "content": _FOLLOWING}],
+            *(_RESULT, _FOLLOWING),
+        ),
+        reasoning=probe.renders([_USER, {**_ANSWER, "reasoning_content": _REASONING}], _REASONING),
+        text_parts=probe.text_parts,
+        empty_tools=probe.no_tools is not None,
+        **calls,
+    )
+
+
+# Forms of arguments and ids, the best first. Templates that write arguments as JSON take a mapping.
+_CALL_FORMS: Sequence[tuple[Literal["mapping", "text"], bool]] = (
+    *(("mapping", False), ("mapping", True), ("text", False), ("text", True)),
+)
+
+
+class _Probe:
+    """Renders probes with a template."""
+
+    def __init__(self, codec: TextCodec):
+        self._codec = codec
+        self.text_parts = False
+        self.no_tools: list[dict[str, Any]] | None = None
+
+    def renders(
+        self, messages: _Messages, *marks: str, tools: bool = False, parts: bool | None = None
+    ) -> bool:
+        """Whether the template takes the messages and writes all the marks, in this order."""
+        rendered = self._render(messages, tools, self.text_parts if parts is None else parts)
+        position = 0
+        for mark in marks:
+            position = rendered.find(mark, position)
+            if position < 0:
+                return False
+            position += len(mark)
+        return bool(rendered)
+
+    def call_traits(self, form: tuple[Literal["mapping", "text"], bool]) -> dict[str, Any]:
+        """Return the traits about calls if the template takes them in this form, else {}."""
+        arguments, short_ids = form
+        first, last = (
+            _call(value, arguments, _SHORT_ID[:-1] + str(number) if short_ids else _LONG_ID)
+            for number, value in enumerate((_VALUE, _OTHER_VALUE))
+        )
+        result = _result(_RESULT, first)
+        call_message: Mapping[str, Any] = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [first],
+        }
+        exchange = [_USER, call_message, result]
+        if not self._writes_call(exchange, arguments):
+            return {}
+        both: Mapping[str, Any] = {**call_message, "tool_calls": [first, last]}
+        parallel = [_USER, both, result, _result(_OTHER_RESULT, last)]
+        following: Mapping[str, Any] = {"role": "user", "content": _FOLLOWING}
+        lone_result = {key: value for key, value in result.items() if key != "name"}
+        return {
+            "calls": True,
+            "arguments": arguments,
+            "short_ids": short_ids,
+            "calls_without_tools": self.renders(exchange, _TOOL, _VALUE, _RESULT),
+            "parallel_calls": self.renders(
+                parallel, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, tools=True
+            ),
+            "lone_results": self.renders([_USER, lone_result], _RESULT, tools=True),
+            "call_first": self.renders([*exchange[1:], _USER], _VALUE, _RESULT, tools=True),
+            "text_with_calls": self._text_with_calls(call_message, result),
+            "user_after_result": self.renders(
+                [*exchange, following], _RESULT, _FOLLOWING, tools=True
+            ),
+        }
+
+    def _text_with_calls(self, call_message: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+        spoken = {"content": _TEXT, "reasoning_content": _REASONING, "tool_plan": _TEXT}
+        inside = [_USER, {**call_message, **spoken}, result]
+        if self.renders(inside, _TEXT, _VALUE, _RESULT, tools=True):
+            return "inside"
+        text = {**_ANSWER, "content": _TEXT}
+        before = [_USER, text, {**call_message, "reasoning_content": _REASONING}, result, _ANSWER]
+        is_before = self.renders(before, _TEXT, _VALUE, _RESULT, tools=True)
+        return "before" if is_before else "dropped"
+
+    def _writes_call(self, exchange: _Messages, arguments: str) -> bool:
+        """Whether the template writes the call, its arguments unescaped, and the result."""
+        if not self.renders(exchange, _TOOL, _VALUE, _RESULT, tools=True):
+            return False
+        rendered = self._render(exchange, True, self.text_parts)
+        # A mapping that is not written as JSON has Python's quotes, and a text may be escaped.
+        bad_quote = f"'{_KEY}'" if arguments == "mapping" else f'\\"{_KEY}'
+        return bad_quote not in rendered
+
+    def _render(self, messages: _Messages, tools: bool, parts: bool) -> str:
+        if parts:
+            messages = [{**m, "content": text_part_list(m["content"])} for m in messages]
+        tool_list = [_PROBE_TOOL] if tools else self.no_tools
+        try:
+            return self._codec.chat(messages, add_generation_prompt=False, tools=tool_list)
+        except InvalidArgument:
+            return ""
+
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+    },
+}
+
+
+def _call(value: str, arguments: str, call_id: str) -> dict[str, Any]:
+    mapping = {_KEY: value}
+    text = f'{{"{_KEY}": "{value}"}}'
+    function = {"name": _TOOL, "arguments": mapping if arguments == "mapping" else text}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _result(text: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": call["id"], "name": _TOOL}
