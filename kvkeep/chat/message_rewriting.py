@@ -21,6 +21,7 @@ from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import TemplateTraits
 
 _BETWEEN_TEXTS = "\n\n"
+TEXT_LEFT_OUT = "messages: the chat template leaves out the text beside calls"
 
 
 def rewrite_messages(
@@ -46,7 +47,7 @@ def rewrite_messages(
         if not traits.parallel_calls:
             result = _one_call_each(result)
         if traits.text_with_calls == "dropped" and any(m.calls and m.text for m in result):
-            warnings.append("messages: the chat template leaves out the text beside calls")
+            warnings.append(TEXT_LEFT_OUT)
     for applies, rewrite, warning in (
         (
             takes_calls and not traits.lone_results,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from kvkeep.chat.message_rewriting import function_fields, rewrite_messages
+from kvkeep.chat.inserted_texts import insert_texts
+from kvkeep.chat.message_rewriting import TEXT_LEFT_OUT, function_fields, rewrite_messages
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -153,6 +154,10 @@ class ChatRenderer:
         else:
             text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
+        if texts := self._entries.inserted_texts(messages):
+            opening = self.traits.call_opening
+            text, has_all = insert_texts(self._codec, text, opening, texts)
+            warnings += [] if has_all else [TEXT_LEFT_OUT]
         all_warnings = (*media_warnings(chat.messages), *warnings)
         return RenderedPrompt(text, [], in_reasoning, all_warnings, continues=continued)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.chat.call_syntax import CallText
+from kvkeep.chat.inserted_texts import call_mark
 from kvkeep.chat.messages import Message, ToolCall, ToolResult, call_places, content_text
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import TemplateTraits, text_part_list
@@ -44,14 +45,21 @@ class TemplateEntries:
                 call = messages[place[0]].calls[place[1]] if place else None
                 entries.append(self._result_entry(result, call))
             if message.role != "tool":
-                entries += self._message_entries(message)
+                entries += self._message_entries(message, number)
         return entries
+
+    def inserted_texts(self, messages: Sequence[Message]) -> dict[int, str]:
+        """Return the texts that `of` leaves out: see `insert_texts`. By number of message."""
+        if self.text_form is not None or self.traits.text_with_calls != "inserted":
+            return {}
+        texts = {number: message.text for number, message in enumerate(messages) if message.calls}
+        return {number: text for number, text in texts.items() if text}
 
     def content(self, text: str) -> Any:
         """Return a text as the content of an entry."""
         return text_part_list(text) if self.traits.text_parts else text
 
-    def _message_entries(self, message: Message) -> list[dict[str, Any]]:
+    def _message_entries(self, message: Message, number: int) -> list[dict[str, Any]]:
         content = self.content(message.text)
         entry: dict[str, Any] = {"role": message.role, "content": content}
         if message.reasoning:
@@ -61,6 +69,9 @@ class TemplateEntries:
         if (form := self.text_form) is not None:
             return [{**entry, "content": self.content(self._text_with_calls(message, form))}]
         calls = {"tool_calls": [self._call_entry(call) for call in message.calls]}
+        if message.text and self.traits.text_with_calls == "inserted":
+            calls["tool_calls"][0]["function"]["name"] = call_mark(number) + message.calls[0].name
+            return [{**entry, "content": self.content(""), **calls}]
         if not message.text or self.traits.text_with_calls != "before":
             plan = {"tool_plan": message.text} if message.text else {}  # Command R's field
             return [{**entry, **calls, **plan}]

@@ -1,11 +1,14 @@
 """Probes of a model's chat template: small conversations that show what it can render."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
+from kvkeep.chat.inserted_texts import call_mark
 from kvkeep.chat.template_traits import TemplateTraits, text_part_list
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.control_tokens import ChatText
 
 # Letters only, so that no template trims, splits or escapes them.
 _SYSTEM, _LATER_SYSTEM, _FOLLOWING, _TOOL = "kvkeepsys", "kvkeeplater", "kvkeepnext", "kvkeeptool"
@@ -14,6 +17,7 @@ _KEY, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, _REASONING = (
     *("kvkeepkey", "kvkeepvalue", "kvkeepother", "kvkeepresult", "kvkeeplast", "kvkeepthought"),
 )
 _LONG_ID, _SHORT_ID = "call_kvkeep0000000000000000", "kvkeep000"
+_CALL_PARTS = (_KEY, _VALUE, _LONG_ID, _SHORT_ID, _TOOL)
 _Messages = Sequence[Mapping[str, Any]]
 _USER: Mapping[str, Any] = {"role": "user", "content": "a"}
 _ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "b"}
@@ -112,21 +116,61 @@ class _Probe:
             ),
             "lone_results": self.renders([_USER, lone_result], _RESULT, tools=True),
             "call_first": self.renders([*exchange[1:], _USER], _VALUE, _RESULT, tools=True),
-            "text_with_calls": self._text_with_calls(call_message, result),
             "user_after_result": self.renders(
                 [*exchange, following], _RESULT, _FOLLOWING, tools=True
             ),
+            **self._text_with_calls(call_message, result),
         }
 
-    def _text_with_calls(self, call_message: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    def _text_with_calls(
+        self, call_message: Mapping[str, Any], result: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Return the traits about texts beside calls."""
         spoken = {"content": _TEXT, "reasoning_content": _REASONING, "tool_plan": _TEXT}
         inside = [_USER, {**call_message, **spoken}, result]
         if self.renders(inside, _TEXT, _VALUE, _RESULT, tools=True):
-            return "inside"
+            return {"text_with_calls": "inside"}
         text = {**_ANSWER, "content": _TEXT}
-        before = [_USER, text, {**call_message, "reasoning_content": _REASONING}, result, _ANSWER]
+        call = {**call_message, "reasoning_content": _REASONING}
+        before = [_USER, text, call, result, _ANSWER]
         is_before = self.renders(before, _TEXT, _VALUE, _RESULT, tools=True)
-        return "before" if is_before else "dropped"
+        if is_before and self._opens_both_turns(before):
+            return {"text_with_calls": "before"}
+        if opening := self._call_opening(call_message, result):
+            return {"text_with_calls": "inserted", "call_opening": opening}
+        return {"text_with_calls": "before" if is_before else "dropped"}
+
+    def _opens_both_turns(self, before: _Messages) -> bool:
+        """Whether the turn of a call opens behind that of a text as it does without one."""
+        user, _, *others = before
+        question = self._sealed([user])
+        to_text, _, rest = self._sealed(before).partition(_TEXT)
+        to_call = self._sealed([user, *others]).partition(_VALUE)[0]
+        start = self._common_length(question, to_call)
+        opened = to_text[self._common_length(question, to_text) :]
+        return bool(opened.strip()) and rest.partition(_VALUE)[0].endswith(to_call[start:])
+
+    def _call_opening(self, call_message: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+        """Return what is written before a call's name, behind its turn's opening, sealed.
+
+        "" if that depends on the call, or no text can be inserted before it.
+        """
+        to_text = self._sealed([_USER, {**_ANSWER, "content": _TEXT}]).partition(_TEXT)[0]
+        (call,) = call_message["tool_calls"]
+        named = {**call, "function": {**call["function"], "name": call_mark(0) + _TOOL}}
+        marked = self._sealed([_USER, {**call_message, "tool_calls": [named]}, result])
+        start = self._common_length(to_text, marked)
+        opening, mark, _ = marked[start:].partition(call_mark(0))
+        if not mark or to_text[start:].strip() or any(part in opening for part in _CALL_PARTS):
+            return ""
+        return opening
+
+    def _common_length(self, first: str, second: str) -> int:
+        """Return the length of a common beginning of sealed texts, without a token's part."""
+        pairs = zip(first, second, strict=False)
+        length = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        places = self._codec.control_places(second, 0, len(second))
+        return next((begin for begin, end, _ in places if begin < length < end), length)
 
     def _writes_call(self, exchange: _Messages, arguments: str) -> bool:
         """Whether the template writes the call, its arguments unescaped, and the result."""
@@ -136,6 +180,10 @@ class _Probe:
         # A mapping that is not written as JSON has Python's quotes, and a text may be escaped.
         bad_quote = f"'{_KEY}'" if arguments == "mapping" else f'\\"{_KEY}'
         return bad_quote not in rendered
+
+    def _sealed(self, messages: _Messages) -> str:
+        rendered = self._render(messages, True, self.text_parts)
+        return rendered.sealed if isinstance(rendered, ChatText) else rendered
 
     def _render(self, messages: _Messages, tools: bool, parts: bool) -> str:
         if parts:

@@ -13,7 +13,9 @@ class TemplateTraits:
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one
     message, and their results. lone_results: results of calls that are not in the conversation.
     user_after_result: a user's message right behind results.
-    text_with_calls: the text of a message with calls, in it, or in a message of its own before it.
+    text_with_calls: the text of a message with calls, in it, in a message of its own before it, or
+    inserted into what the template writes, before the call_opening: what it writes before a call's
+    name, sealed.
     """
 
     system: bool = True  # a system message at the start
@@ -28,7 +30,8 @@ class TemplateTraits:
     parallel_calls: bool = False
     lone_results: bool = False
     user_after_result: bool = False
-    text_with_calls: Literal["inside", "before", "dropped"] = "inside"
+    text_with_calls: Literal["inside", "before", "inserted", "dropped"] = "inside"
+    call_opening: str = ""
     reasoning: bool = False  # beside the last message's text
     arguments: Literal["mapping", "text"] = "mapping"  # of calls
     short_ids: bool = False  # ids of calls must have nine letters and digits

@@ -154,6 +154,43 @@ LFM2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
 """
+# Writes a text behind the calls and their results, and opens no turn behind another of the model.
+GEMMA4 = """\
+{{- bos_token }}
+{%- set ns = namespace(role='', answered=false) %}
+{%- for tool in tools or [] %}
+    {{- '<|tool>declaration:' + tool.function.name + '<tool|>' }}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {%- if not (role == 'model' and ns.role == 'model') %}
+        {{- '<|start|>' + role + '\\n' }}
+    {%- endif %}
+    {%- set ns.role, ns.answered = role, false %}
+    {%- if message.reasoning_content and message.tool_calls %}
+        {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' }}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<|tool_call>call:' + call.function.name + '{' }}
+        {%- for key, value in call.function.arguments | dictsort %}
+            {{- key + ':' + ('<|"|>' + value + '<|"|>' if value is string else value | tojson) }}
+            {{- '' if loop.last else ',' }}
+        {%- endfor %}
+        {{- '}<tool_call|>' }}
+    {%- endfor %}
+    {%- if message.tool_calls %}
+        {%- for result in messages[loop.index:] %}
+            {%- if result.role != 'tool' %}{% break %}{% endif %}
+            {{- '<|tool_response>response{value:' + result.content + '}<tool_response|>' }}
+            {%- set ns.answered = true %}
+        {%- endfor %}
+    {%- endif %}
+    {{- message.content | trim }}
+    {%- if message.content or not ns.answered %}{{- '<|stop|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.answered %}{{- '<|start|>model\\n' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -162,6 +199,7 @@ ALL_TEMPLATES = {
     "mistral-nemo": MISTRAL_NEMO,
     "deepseek-r1": DEEPSEEK_R1,
     "lfm2": LFM2,
+    "gemma4": GEMMA4,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {
@@ -169,6 +207,11 @@ OWN_CONTROLS = {
         f"<|tool_{part}_{place}|>"
         for part in ("list", "call", "response")
         for place in ("start", "end")
+    ),
+    "gemma4": tuple(
+        f"<{start}{part}{end}>"
+        for part in ("tool", "tool_call", "tool_response", "channel")
+        for start, end in (("|", ""), ("", "|"))
     ),
 }
 

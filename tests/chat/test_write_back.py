@@ -93,7 +93,8 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRendere
     result = {}
     for name, template in ALL_TEMPLATES.items():
         folder = tmp_path_factory.mktemp("model")
-        controls = CONTROLS if name.startswith(("gemma", "mistral")) else OWN_CONTROLS.get(name, ())
+        others = CONTROLS if name.startswith(("gemma", "mistral")) else ()
+        controls = OWN_CONTROLS.get(name, others)
         result[name] = ChatRenderer(write_codec(folder, template, *controls))
     return result
 
@@ -152,6 +153,17 @@ def test_calls_in_the_text_are_in_the_tokens_that_the_model_sampled(
     held = conversation.generate(
         "<|tool_call_start|>[ weather(city = 'Bonn'), weather() ]<|tool_call_end|>I look."
     )
+    prompt = conversation.prompt()
+    assert prompt.ids[: len(held)] == held
+    assert prompt.written_back == 1
+
+
+def test_calls_behind_a_text_are_in_the_tokens_that_the_model_sampled(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    conversation = Conversation(renderers["gemma4"], WrittenAnswers())
+    conversation.ask("Weather?")
+    held = conversation.generate('I look.\n<|tool_call>call:weather{city: "Bonn"}<tool_call|>')
     prompt = conversation.prompt()
     assert prompt.ids[: len(held)] == held
     assert prompt.written_back == 1

@@ -1,0 +1,87 @@
+"""Histories in the forms that templates of some models need."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvkeep.chat.messages import (
+    Chat,
+    Message,
+    ReasoningPart,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from tests.chat.templates import GEMMA4, MISTRAL_NEMO, OWN_CONTROLS, write_codec
+
+WEATHER = Tool(
+    "weather", "The weather", {"type": "object", "properties": {"city": {"type": "string"}}}
+)
+CALL = ToolCall("call_1", "weather", {"city": "Bonn"})
+RESULT = Message("tool", (ToolResult("call_1", (TextPart("blue"),)),))
+Render = Callable[..., RenderedPrompt]
+
+
+def user(text: str) -> Message:
+    return Message("user", (TextPart(text),))
+
+
+def assistant(*parts: str | ReasoningPart | ToolCall) -> Message:
+    texts = (TextPart(part) if isinstance(part, str) else part for part in parts)
+    return Message("assistant", tuple(texts))
+
+
+@pytest.fixture
+def renderer_of(tmp_path: Path) -> Callable[..., ChatRenderer]:
+    return lambda template, *controls: ChatRenderer(write_codec(tmp_path, template, *controls))
+
+
+def rendered(renderer: ChatRenderer, *messages: Message, **options: bool) -> RenderedPrompt:
+    return renderer.render(Chat(messages, (WEATHER,)), RenderOptions(**options))
+
+
+def test_a_text_beside_a_call_is_in_its_turn(renderer_of: Callable[..., ChatRenderer]) -> None:
+    """The template has no place for the text before a call, and joins turns of the model."""
+    renderer = renderer_of(GEMMA4, *OWN_CONTROLS["gemma4"])
+    said = "I look <|stop|><tool_call|>.\n"
+    messages = (user("Weather?"), assistant(ReasoningPart("Hm."), said, CALL), RESULT)
+    again = assistant("And", ToolCall("call_1", "weather", {"city": "Kiel"}))
+    prompt = rendered(renderer, *messages, again, RESULT, assistant("Blue."), user("So"))
+    assert prompt.text.partition("<|start|>user\nWeather?<|stop|>\n")[2] == (
+        "<|start|>model\n<|channel>thought\nHm.\n<channel|>"
+        + said
+        + '<|tool_call>call:weather{city:<|"|>Bonn<|"|>}<tool_call|>'
+        "<|tool_response>response{value:blue}<tool_response|>"
+        'And<|tool_call>call:weather{city:<|"|>Kiel<|"|>}<tool_call|>'
+        "<|tool_response>response{value:blue}<tool_response|>"
+        "Blue.<|stop|>\n<|start|>user\nSo<|stop|>\n<|start|>model\n"
+    )
+    codec = renderer._codec
+    written = [codec.control_text(token) for token in prompt.ids if codec.is_control(token)]
+    assert written.count("<tool_call|>") == 2  # of the template
+    assert written.count("<|stop|>") == 3
+    assert not prompt.warnings
+
+
+def test_a_text_that_a_template_drops_beside_calls_is_inserted(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(MISTRAL_NEMO, "[INST]", "[/INST]", "[TOOL_CALLS]")
+    calls = (CALL, ToolCall("call_2", "weather", {"city": "Kiel"}))
+    prompt = rendered(renderer, user("Weather?"), assistant("I look.", *calls), RESULT)
+    assert '[/INST]I look.[TOOL_CALLS][{"name": "weather", ' in prompt.text
+    assert prompt.text.count("I look.") == 1
+    assert not prompt.warnings
+
+
+def test_a_text_that_cannot_be_inserted_is_left_out_with_a_warning(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    named_last = "{'a': call.function.arguments, 'n': call.function.name} | tojson"
+    renderer = renderer_of(MISTRAL_NEMO.replace("call.function | tojson", named_last))
+    prompt = rendered(renderer, user("Weather?"), assistant("I look.", CALL), RESULT)
+    assert "I look." not in prompt.text
+    assert prompt.warnings == ("messages: the chat template leaves out the text beside calls",)
