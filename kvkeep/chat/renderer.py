@@ -236,8 +236,7 @@ class ChatRenderer:
         states_reasoning = last.text.lstrip().startswith(self._reasoning_starts)
         if not last.text or states_reasoning:  # templates move, strip or drop reasoning
             return None
-        content = self._entries.content(last.text + _CONTINUATION_MARK)
-        marked = {**entries[-1], "content": content}
+        marked = self._entries.with_content(last, last.text + _CONTINUATION_MARK)
         try:
             rendered = rendering.render([*entries[:-1], marked], generation_prompt=False)
         except InvalidArgument:

@@ -11,7 +11,11 @@ from kvkeep.chat.call_syntax import CallText
 from kvkeep.chat.inserted_texts import call_mark
 from kvkeep.chat.messages import Message, ToolCall, ToolResult, call_places, content_text
 from kvkeep.chat.output import arguments_text
-from kvkeep.chat.template_traits import TemplateTraits, text_part_list
+from kvkeep.chat.template_traits import (
+    TemplateTraits,
+    reasoning_part_list,
+    text_part_list,
+)
 from kvkeep.models.text.codec import TextCodec
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -59,24 +63,34 @@ class TemplateEntries:
         """Return a text as the content of an entry."""
         return text_part_list(text) if self.traits.text_parts else text
 
+    def with_content(self, message: Message, text: str) -> dict[str, Any]:
+        """Return the entry of a message without calls, with its reasoning and another text."""
+        if not message.reasoning:
+            return {"role": message.role, "content": self.content(text)}
+        if self.traits.reasoning == "part":
+            parts = reasoning_part_list(message.reasoning, text)
+            return {"role": message.role, "content": parts}
+        content, reasoning = self.content(text), message.reasoning
+        return {"role": message.role, "content": content, "reasoning_content": reasoning}
+
     def _message_entries(self, message: Message, number: int) -> list[dict[str, Any]]:
-        content = self.content(message.text)
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
+        entry = self.with_content(message, message.text)
         if not message.calls:
             return [entry]
         if (form := self.text_form) is not None:
-            return [{**entry, "content": self.content(self._text_with_calls(message, form))}]
-        calls = {"tool_calls": [self._call_entry(call) for call in message.calls]}
-        if message.text and self.traits.text_with_calls == "inserted":
-            calls["tool_calls"][0]["function"]["name"] = call_mark(number) + message.calls[0].name
-            return [{**entry, "content": self.content(""), **calls}]
-        if not message.text or self.traits.text_with_calls != "before":
-            plan = {"tool_plan": message.text} if message.text else {}  # Command R's field
-            return [{**entry, **calls, **plan}]
-        text_entry = {"role": message.role, "content": content}
-        return [text_entry, {**entry, "content": self.content(""), **calls}]
+            return [self.with_content(message, self._text_with_calls(message, form))]
+        calls = [self._call_entry(call) for call in message.calls]
+        place = self.traits.text_with_calls
+        if place == "plan":
+            plan = "\n\n".join(filter(None, (message.reasoning, message.text)))
+            return [{**entry, "tool_calls": calls, **({"tool_plan": plan} if plan else {})}]
+        if not message.text or place in ("inside", "dropped"):
+            return [{**entry, "tool_calls": calls}]
+        call_entry = {**self.with_content(message, ""), "tool_calls": calls}
+        if place == "inserted":
+            calls[0]["function"]["name"] = call_mark(number) + message.calls[0].name
+            return [call_entry]
+        return [{"role": message.role, "content": self.content(message.text)}, call_entry]
 
     def _text_with_calls(self, message: Message, form: CallText) -> str:
         """Return a message's text and its calls, with control tokens around these by their names.

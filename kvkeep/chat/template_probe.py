@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from kvkeep.chat.inserted_texts import call_mark
-from kvkeep.chat.template_traits import TemplateTraits, text_part_list
+from kvkeep.chat.template_traits import TemplateTraits, reasoning_part_list, text_part_list
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
@@ -52,7 +52,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
             [_USER, _ANSWER, _result(_RESULT, {"id": _LONG_ID}), {**_USER, "content": _FOLLOWING}],
             *(_RESULT, _FOLLOWING),
         ),
-        reasoning=probe.renders([_USER, {**_ANSWER, "reasoning_content": _REASONING}], _REASONING),
+        reasoning=probe.reasoning(),
         text_parts=probe.text_parts,
         empty_tools=probe.no_tools is not None,
         **calls,
@@ -85,6 +85,15 @@ class _Probe:
                 return False
             position += len(mark)
         return bool(rendered)
+
+    def reasoning(self) -> Literal["field", "part", "dropped"]:
+        """Return where the template takes the reasoning of the last message."""
+        if self.renders([_USER, {**_ANSWER, "reasoning_content": _REASONING}], _REASONING):
+            return "field"
+        parts = [_USER, {**_ANSWER, "content": reasoning_part_list(_REASONING, _TEXT)}]
+        before, _, after = self._render(parts, False, self.text_parts).partition(_REASONING)
+        is_written = _TEXT in after and not before.endswith(("'", '"'))  # not as a list
+        return "part" if is_written else "dropped"
 
     def call_traits(self, form: tuple[Literal["mapping", "text"], bool]) -> dict[str, Any]:
         """Return the traits about calls if the template takes them in this form, else {}."""
@@ -126,10 +135,11 @@ class _Probe:
         self, call_message: Mapping[str, Any], result: Mapping[str, Any]
     ) -> dict[str, str]:
         """Return the traits about texts beside calls."""
-        spoken = {"content": _TEXT, "reasoning_content": _REASONING, "tool_plan": _TEXT}
-        inside = [_USER, {**call_message, **spoken}, result]
-        if self.renders(inside, _TEXT, _VALUE, _RESULT, tools=True):
-            return {"text_with_calls": "inside"}
+        spoken = {**call_message, "content": _TEXT, "reasoning_content": _REASONING}
+        forms = (("inside", spoken), ("plan", {**spoken, "tool_plan": _TEXT}))
+        for name, message in forms:
+            if self.renders([_USER, message, result], _TEXT, _VALUE, _RESULT, tools=True):
+                return {"text_with_calls": name}
         text = {**_ANSWER, "content": _TEXT}
         call = {**call_message, "reasoning_content": _REASONING}
         before = [_USER, text, call, result, _ANSWER]
@@ -187,7 +197,12 @@ class _Probe:
 
     def _render(self, messages: _Messages, tools: bool, parts: bool) -> str:
         if parts:
-            messages = [{**m, "content": text_part_list(m["content"])} for m in messages]
+            messages = [
+                {**m, "content": text_part_list(content)}
+                if isinstance(content := m["content"], str)
+                else m
+                for m in messages
+            ]
         tool_list = [_PROBE_TOOL] if tools else self.no_tools
         try:
             return self._codec.chat(messages, add_generation_prompt=False, tools=tool_list)

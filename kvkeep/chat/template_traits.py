@@ -13,9 +13,10 @@ class TemplateTraits:
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one
     message, and their results. lone_results: results of calls that are not in the conversation.
     user_after_result: a user's message right behind results.
-    text_with_calls: the text of a message with calls, in it, in a message of its own before it, or
-    inserted into what the template writes, before the call_opening: what it writes before a call's
-    name, sealed.
+    text_with_calls: the text of a message with calls, in it, in their plan, which has the reasoning
+    too, in a message of its own before it, or inserted into what the template writes.
+    call_opening: what is written before a call's name, sealed, if texts are inserted before that.
+    reasoning: that of the last message, in a field of its own or a part of the content.
     """
 
     system: bool = True  # a system message at the start
@@ -30,9 +31,9 @@ class TemplateTraits:
     parallel_calls: bool = False
     lone_results: bool = False
     user_after_result: bool = False
-    text_with_calls: Literal["inside", "before", "inserted", "dropped"] = "inside"
+    text_with_calls: Literal["inside", "plan", "before", "inserted", "dropped"] = "inside"
     call_opening: str = ""
-    reasoning: bool = False  # beside the last message's text
+    reasoning: Literal["field", "part", "dropped"] = "dropped"
     arguments: Literal["mapping", "text"] = "mapping"  # of calls
     short_ids: bool = False  # ids of calls must have nine letters and digits
     text_parts: bool = False  # contents must be lists of parts
@@ -48,6 +49,11 @@ class TemplateTraits:
             lone_results=True,
             user_after_result=True,
         )
+
+
+def reasoning_part_list(reasoning: str, text: str) -> list[dict[str, str]]:
+    """Return reasoning and a text, which may be empty, as the list of parts that Mistral's take."""
+    return [{"type": "thinking", "thinking": reasoning}, *(text_part_list(text) if text else ())]
 
 
 def text_part_list(text: str) -> list[dict[str, str]]:

@@ -191,6 +191,60 @@ GEMMA4 = """\
 {%- endfor %}
 {%- if add_generation_prompt and not ns.answered %}{{- '<|start|>model\\n' }}{%- endif %}
 """
+# Takes reasoning as a part of the content.
+MINISTRAL = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'assistant' %}
+        {%- if message.content is string %}
+            {{- message.content }}
+        {%- else %}
+            {%- for part in message.content %}
+                {%- if part.type == 'text' %}
+                    {{- part.text }}
+                {%- elif part.type == 'thinking' %}
+                    {{- '[THINK]' + part.thinking + '[/THINK]' }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception('Only user, assistant and tool roles are supported') }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Writes a plan before calls, and nothing else that a message with calls says.
+COMMAND_A = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' }}
+    {%- if message.tool_calls %}
+        {{- '<|START_THINKING|>' + (message.tool_plan or '') + '<|END_THINKING|>' }}
+        {{- '<|START_ACTION|>[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"tool_name": "' + call.function.name + '", "parameters": ' }}
+            {{- call.function.arguments | tojson + ('}' if loop.last else '}, ') }}
+        {%- endfor %}
+        {{- ']<|END_ACTION|>' }}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -200,9 +254,18 @@ ALL_TEMPLATES = {
     "deepseek-r1": DEEPSEEK_R1,
     "lfm2": LFM2,
     "gemma4": GEMMA4,
+    "ministral": MINISTRAL,
+    "command-a": COMMAND_A,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {
+    "ministral": (
+        *("[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
+        *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+    ),
+    "command-a": tuple(
+        f"<|{place}_{part}|>" for part in ("THINKING", "ACTION") for place in ("START", "END")
+    ),
     "lfm2": tuple(
         f"<|tool_{part}_{place}|>"
         for part in ("list", "call", "response")

@@ -15,7 +15,15 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
-from tests.chat.templates import GEMMA4, MISTRAL_NEMO, OWN_CONTROLS, write_codec
+from kvkeep.models.text.codec import TextCodec
+from tests.chat.templates import (
+    COMMAND_A,
+    GEMMA4,
+    MINISTRAL,
+    MISTRAL_NEMO,
+    OWN_CONTROLS,
+    write_codec,
+)
 
 WEATHER = Tool(
     "weather", "The weather", {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -85,3 +93,48 @@ def test_a_text_that_cannot_be_inserted_is_left_out_with_a_warning(
     prompt = rendered(renderer, user("Weather?"), assistant("I look.", CALL), RESULT)
     assert "I look." not in prompt.text
     assert prompt.warnings == ("messages: the chat template leaves out the text beside calls",)
+
+
+def control_texts(codec: TextCodec, prompt: RenderedPrompt) -> list[str]:
+    return [codec.control_text(token) for token in prompt.ids if codec.is_control(token)]
+
+
+def test_reasoning_is_a_part_of_the_content_where_the_template_takes_it_so(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(MINISTRAL, *OWN_CONTROLS["ministral"])
+    assert renderer.traits.reasoning == "part"
+    thought = ReasoningPart("Hm [/THINK].")
+    first = (user("Weather?"), assistant(thought, CALL), RESULT)
+    prompt = rendered(renderer, *first, assistant(thought, "Blue."), user("So?"))
+    assert prompt.text.partition("[INST]")[2] == (
+        'Weather?[/INST][THINK]Hm [/THINK].[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Bonn"}</s>'
+        "[TOOL_RESULTS]blue[/TOOL_RESULTS][THINK]Hm [/THINK].[/THINK]Blue.</s>[INST]So?[/INST]"
+    )
+    assert control_texts(renderer._codec, prompt).count("[/THINK]") == 2
+    begun = rendered(renderer, user("Weather?"), assistant(thought, "It is"))
+    assert begun.text.endswith("[/INST][THINK]Hm [/THINK].[/THINK]It is")
+    assert control_texts(renderer._codec, begun).count("[/THINK]") == 1
+
+
+def test_reasoning_is_no_part_where_the_template_writes_the_list(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(MINISTRAL.replace("part.thinking", "part | tojson"))
+    assert renderer.traits.reasoning == "dropped"
+    prompt = rendered(
+        renderer, user("Weather?"), assistant(ReasoningPart("Hm."), "Blue."), user("")
+    )
+    assert "[/INST]Blue.</s>[INST]" in prompt.text
+
+
+def test_reasoning_before_calls_is_their_plan(renderer_of: Callable[..., ChatRenderer]) -> None:
+    renderer = renderer_of(COMMAND_A, *OWN_CONTROLS["command-a"])
+    for parts, plan in (
+        ((ReasoningPart("Hm."), CALL), "Hm."),
+        (("I look.", CALL), "I look."),
+        ((ReasoningPart("Hm."), "I look.", CALL), "Hm.\n\nI look."),
+        ((CALL,), ""),
+    ):
+        text = rendered(renderer, user("Weather?"), assistant(*parts), RESULT).text
+        assert f"<|START_THINKING|>{plan}<|END_THINKING|><|START_ACTION|>[" in text

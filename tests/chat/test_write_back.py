@@ -158,12 +158,27 @@ def test_calls_in_the_text_are_in_the_tokens_that_the_model_sampled(
     assert prompt.written_back == 1
 
 
-def test_calls_behind_a_text_are_in_the_tokens_that_the_model_sampled(
-    renderers: dict[str, ChatRenderer],
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("gemma4", 'I look.\n<|tool_call>call:weather{city: "Bonn"}<tool_call|>'),
+        ("ministral", '[THINK]\nHm.[/THINK] I look.[TOOL_CALLS]weather[ARGS]{"city":"Bonn"}'),
+        ("ministral", "[THINK]\nHm.[/THINK]\n\nBlue. "),
+        (
+            "command-a",
+            "<|START_THINKING|>\nHm.<|END_THINKING|>"
+            '<|START_ACTION|>[{"tool_name":"weather","parameters":{}}]<|END_ACTION|>',
+        ),
+    ],
+)
+def test_what_comes_before_calls_and_texts_is_in_the_tokens_that_the_model_sampled(
+    renderers: dict[str, ChatRenderer], template: str, text: str
 ) -> None:
-    conversation = Conversation(renderers["gemma4"], WrittenAnswers())
+    conversation = Conversation(renderers[template], WrittenAnswers())
     conversation.ask("Weather?")
-    held = conversation.generate('I look.\n<|tool_call>call:weather{city: "Bonn"}<tool_call|>')
+    held = conversation.generate(text)
+    if conversation.messages[-1].role == "assistant":
+        conversation.ask("So?")
     prompt = conversation.prompt()
     assert prompt.ids[: len(held)] == held
     assert prompt.written_back == 1

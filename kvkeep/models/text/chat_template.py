@@ -86,7 +86,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             value = fields.get(field)
             if field == "content" and value is None and fields.get("tool_calls"):
                 continue
-            if field == "content" and _is_text_parts(value):
+            if field == "content" and _is_part_list(value):
                 continue
             if not isinstance(value, str):
                 raise InvalidArgument(
@@ -96,10 +96,15 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [dict(message) for message in message_list]
 
 
-def _is_text_parts(content: Any) -> bool:
-    """Whether a content is a list of text parts, which templates of multimodal models take."""
+def _is_part_list(content: Any) -> bool:
+    """Whether a content is a list of parts, which templates of multimodal models take.
+
+    They are texts and, as templates of Mistral's models take it, reasoning.
+    """
     return isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+        isinstance(part, Mapping)
+        and isinstance(part.get("thinking" if part.get("type") == "thinking" else "text"), str)
+        for part in content
     )
 
 
