@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from kvkeep.chat.message_rewriting import function_fields
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool, normalized
+from kvkeep.chat.tool_schemas import function_fields
 
 _HEADING = "From here on these functions can be called, too:"
 

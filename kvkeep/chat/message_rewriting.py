@@ -19,8 +19,11 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import TemplateTraits
+from kvkeep.chat.tool_schemas import function_fields
 
 _BETWEEN_TEXTS = "\n\n"
+TOOLS_UNKNOWN = "tools: described in the system text, as the chat template knows none"
+TOOLS_REFUSED = "tools: described in the system text, as the chat template fails on their schemas"
 TEXT_LEFT_OUT = "messages: the chat template leaves out the text beside calls"
 
 
@@ -37,7 +40,7 @@ def rewrite_messages(
     result = list(messages)
     if tools and not traits.tools:
         result = _with_description(result, tools)
-        warnings.append("tools: described in the system text, as the chat template knows none")
+        warnings.append(TOOLS_UNKNOWN)
     has_calls = any(message.calls or message.results for message in result)
     takes_calls = traits.calls and (traits.calls_without_tools or bool(tools and traits.tools))
     if has_calls and not takes_calls:
@@ -72,11 +75,6 @@ def tool_description(tools: Sequence[Tool]) -> str:
     functions = "\n".join(json.dumps(function_fields(tool), ensure_ascii=False) for tool in tools)
     call = '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
     return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
-
-
-def function_fields(tool: Tool) -> dict[str, object]:
-    """Return a tool as a function of OpenAI's API."""
-    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
 def _with_description(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:

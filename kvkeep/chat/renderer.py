@@ -2,12 +2,18 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from kvkeep.chat.inserted_texts import insert_texts
-from kvkeep.chat.message_rewriting import TEXT_LEFT_OUT, function_fields, rewrite_messages
+from kvkeep.chat.message_rewriting import (
+    TEXT_LEFT_OUT,
+    TOOLS_REFUSED,
+    TOOLS_UNKNOWN,
+    rewrite_messages,
+)
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -21,6 +27,7 @@ from kvkeep.chat.rendered_calls import RenderedCall
 from kvkeep.chat.template_entries import ID_CHARACTERS, TemplateEntries
 from kvkeep.chat.template_probe import probe_template
 from kvkeep.chat.template_traits import TemplateTraits
+from kvkeep.chat.tool_schemas import tool_function
 from kvkeep.chat.write_back import PROBE_TOOL, AnswerWriter, WrittenHistory
 from kvkeep.chat.written import FindWritten
 from kvkeep.errors import InvalidArgument, UnsupportedModel
@@ -136,14 +143,29 @@ class ChatRenderer:
 
     def _render_text(self, chat: Chat, options: RenderOptions) -> RenderedPrompt:
         """Render a conversation, without ids."""
+        try:
+            return self._render_with(self._entries, chat, options)
+        except InvalidArgument:
+            if chat.tools and self.traits.full_schemas:  # of few kinds of types
+                entries = replace(self._entries, traits=replace(self.traits, tools=False))
+                with suppress(InvalidArgument):
+                    prompt = self._render_with(entries, chat, options)
+                    others = [text for text in prompt.warnings if text != TOOLS_UNKNOWN]
+                    return replace(prompt, warnings=(TOOLS_REFUSED, *others))
+            raise
+
+    def _render_with(
+        self, conversion: TemplateEntries, chat: Chat, options: RenderOptions
+    ) -> RenderedPrompt:
+        """Render a conversation whose messages are converted so, without ids."""
         listed = tuple(tool for tool in chat.tools if not tool.deferred)
-        calls_in_text = self._entries.text_form is not None
-        traits = self.traits.with_calls_in_text() if calls_in_text else self.traits
+        calls_in_text = conversion.text_form is not None
+        traits = conversion.traits.with_calls_in_text() if calls_in_text else conversion.traits
         messages, warnings = rewrite_messages(chat.messages, listed, traits)
-        entries = self._entries.of(messages)
-        functions = [{"type": "function", "function": function_fields(tool)} for tool in listed]
-        no_tools: list[dict[str, Any]] | None = [] if self.traits.empty_tools else None
-        template_tools = functions if functions and self.traits.tools else no_tools
+        entries = conversion.of(messages)
+        functions = [tool_function(tool, traits.full_schemas) for tool in listed]
+        no_tools: list[dict[str, Any]] | None = [] if traits.empty_tools else None
+        template_tools = functions if functions and traits.tools else no_tools
         rendering = _Rendering(self._codec, template_tools, options.variables())
         last = messages[-1]
         continued = options.continue_final
@@ -154,8 +176,8 @@ class ChatRenderer:
         else:
             text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
-        if texts := self._entries.inserted_texts(messages):
-            opening = self.traits.call_opening
+        if texts := conversion.inserted_texts(messages):
+            opening = traits.call_opening
             text, has_all = insert_texts(self._codec, text, opening, texts)
             warnings += [] if has_all else [TEXT_LEFT_OUT]
         all_warnings = (*media_warnings(chat.messages), *warnings)

@@ -5,7 +5,9 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from kvkeep.chat.inserted_texts import call_mark
+from kvkeep.chat.messages import Tool
 from kvkeep.chat.template_traits import TemplateTraits, reasoning_part_list, text_part_list
+from kvkeep.chat.tool_schemas import tool_function
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
@@ -32,7 +34,9 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         probe.no_tools = []
     if not probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING):
         probe.text_parts = probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING, parts=True)
-    calls = next(filter(None, map(probe.call_traits, _CALL_FORMS)), {})
+    probe.full_schemas = not probe.renders([_USER], _TOOL, tools=True)
+    probe.full_schemas = probe.full_schemas and probe.renders([_USER], _TOOL, tools=True)
+    calls = probe.calls()
     call_first = calls.pop("call_first", True)
     system: Mapping[str, Any]
     system, later = ({"role": "system", "content": text} for text in (_SYSTEM, _LATER_SYSTEM))
@@ -55,6 +59,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         reasoning=probe.reasoning(),
         text_parts=probe.text_parts,
         empty_tools=probe.no_tools is not None,
+        full_schemas=probe.full_schemas,
         **calls,
     )
 
@@ -72,6 +77,7 @@ class _Probe:
         self._codec = codec
         self.text_parts = False
         self.no_tools: list[dict[str, Any]] | None = None
+        self.full_schemas = False
 
     def renders(
         self, messages: _Messages, *marks: str, tools: bool = False, parts: bool | None = None
@@ -94,6 +100,18 @@ class _Probe:
         before, _, after = self._render(parts, False, self.text_parts).partition(_REASONING)
         is_written = _TEXT in after and not before.endswith(("'", '"'))  # not as a list
         return "part" if is_written else "dropped"
+
+    def calls(self) -> dict[str, Any]:
+        """Return the traits about calls, {} if the template takes none.
+
+        It may take them only if all contents are lists of parts.
+        """
+        before = self.text_parts
+        for self.text_parts in dict.fromkeys((before, True)):
+            if traits := next(filter(None, map(self.call_traits, _CALL_FORMS)), {}):
+                return traits
+        self.text_parts = before
+        return {}
 
     def call_traits(self, form: tuple[Literal["mapping", "text"], bool]) -> dict[str, Any]:
         """Return the traits about calls if the template takes them in this form, else {}."""
@@ -203,21 +221,15 @@ class _Probe:
                 else m
                 for m in messages
             ]
-        tool_list = [_PROBE_TOOL] if tools else self.no_tools
+        tool = tool_function(_PROBE_TOOL, self.full_schemas)
+        tool_list = [tool] if tools else self.no_tools
         try:
             return self._codec.chat(messages, add_generation_prompt=False, tools=tool_list)
         except InvalidArgument:
             return ""
 
 
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "probe",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
-    },
-}
+_PROBE_TOOL = Tool(_TOOL, "probe", {"type": "object", "properties": {_KEY: {"type": "string"}}})
 
 
 def _call(value: str, arguments: str, call_id: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The canonical order of the keys of tools' schemas.
+"""Tools as functions of OpenAI's API, and the canonical order of the keys of their schemas.
 
 An object of JSON has no order. Some clients keep schemas in hash maps, and send the same tools in
 another order with each process. Without one order of ours, such a tool would change the prompt from
@@ -7,6 +7,8 @@ there on.
 
 from collections.abc import Mapping
 from typing import Any
+
+from kvkeep.chat.messages import Tool
 
 # The order in which most schemas are written, and so the one that models know. Others follow by
 # name.
@@ -18,6 +20,33 @@ _KEYWORDS = (
 _RANKS = {keyword: rank for rank, keyword in enumerate(_KEYWORDS)}
 _SCHEMA_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties")  # by name
 _VALUES = ("const", "default", "enum", "example", "examples")  # values, and no schemas
+
+
+def function_fields(tool: Tool) -> dict[str, object]:
+    """Return a tool as a function of OpenAI's API."""
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+
+
+def tool_function(tool: Tool, in_full: bool) -> dict[str, Any]:
+    """Return a tool as chat templates take it. in_full: see `_in_full`."""
+    fields = function_fields(tool)
+    if in_full:
+        fields["parameters"] = _in_full(tool.parameters)
+    return {"type": "function", "function": fields}
+
+
+def _in_full(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an equal schema that states each property's description, and what objects hold."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return schema
+    stated = dict(properties)
+    for name, value in properties.items():
+        if isinstance(value, Mapping):
+            inner = {"additionalProperties": {}} if value.get("type") == "object" else {}
+            described = {**_in_full(value), "description": value.get("description") or ""}
+            stated[name] = {**inner, **described}
+    return {**schema, "properties": stated}
 
 
 def canonical_schema(schema: Any) -> Any:

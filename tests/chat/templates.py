@@ -245,6 +245,67 @@ COMMAND_A = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
 """
+# Needs contents as lists of parts in a message with calls and in results.
+COMMAND_A_REASONING = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{- '{"name": "' + tool.function.name + '"}' }}{%- endfor %}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and (message.thinking or message.content[0].thinking) %}
+        {{- '<|START_THINKING|>' + message.thinking + '<|END_THINKING|>' }}
+    {%- endif %}
+    {%- if message.tool_calls %}
+        {{- '<|START_ACTION|>[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"tool_name": "' + call.function.name + '", "parameters": ' }}
+            {{- call.function.arguments | tojson + ('}' if loop.last else '}, ') }}
+        {%- endfor %}
+        {{- ']<|END_ACTION|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- for part in message.content %}{{- part | tojson }}{%- endfor %}
+    {%- elif message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}{{- part.text }}{%- endfor %}
+    {%- endif %}
+    {{- '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
+# Needs a description of each parameter, and knows few types.
+COMMAND_R_PLUS = """\
+{{- bos_token + '<|start|>system\\n' }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for tool in tools %}
+    {{- 'def ' + tool.function.name + '(' }}
+    {%- for name, parameter in tool.function.parameters.properties | items %}
+        {%- set types = {'string': 'str', 'integer': 'int', 'object': 'Dict[str, '} %}
+        {{- name + ': ' + types[parameter.type] }}
+        {%- if parameter.type == 'object' %}
+            {{- (parameter.additionalProperties.type or 'Any') + ']' }}
+        {%- endif %}
+        {{- '  # ' + parameter.description + '\\n' }}
+    {%- endfor %}
+    {{- ')\\n' }}
+{%- endfor %}
+{{- '<|stop|>\\n' }}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '\\n' + message.content }}
+    {%- if message.tool_calls %}
+        {{- '\\nAction:\\n```json\\n[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"tool_name": "' + call.function.name + '", "parameters": ' }}
+            {{- call.function.arguments | tojson + ('}' if loop.last else '}, ') }}
+        {%- endfor %}
+        {{- ']```' }}
+    {%- endif %}
+    {{- '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -256,6 +317,8 @@ ALL_TEMPLATES = {
     "gemma4": GEMMA4,
     "ministral": MINISTRAL,
     "command-a": COMMAND_A,
+    "command-a-reasoning": COMMAND_A_REASONING,
+    "command-r+": COMMAND_R_PLUS,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {

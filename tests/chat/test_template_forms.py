@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.models.text.codec import TextCodec
 from tests.chat.templates import (
     COMMAND_A,
+    COMMAND_A_REASONING,
+    COMMAND_R_PLUS,
     GEMMA4,
     MINISTRAL,
     MISTRAL_NEMO,
@@ -138,3 +141,53 @@ def test_reasoning_before_calls_is_their_plan(renderer_of: Callable[..., ChatRen
     ):
         text = rendered(renderer, user("Weather?"), assistant(*parts), RESULT).text
         assert f"<|START_THINKING|>{plan}<|END_THINKING|><|START_ACTION|>[" in text
+
+
+def test_calls_are_rendered_where_contents_must_be_parts(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(COMMAND_A_REASONING, *OWN_CONTROLS["command-a"])
+    messages = (user("Weather?"), assistant(ReasoningPart("Hm."), CALL), RESULT)
+    prompt = rendered(renderer, *messages, assistant("Blue."), user("So?"))
+    assert not prompt.warnings
+    assert prompt.text.partition("<|start|>assistant\n")[2] == (
+        "<|START_THINKING|>Hm.<|END_THINKING|>"
+        '<|START_ACTION|>[{"tool_name": "weather", "parameters": {"city": "Bonn"}}]<|END_ACTION|>'
+        '<|stop|>\n<|start|>tool\n{"type": "text", "text": "blue"}<|stop|>\n'
+        "<|start|>assistant\nBlue.<|stop|>\n<|start|>user\nSo?<|stop|>\n<|start|>assistant\n"
+    )
+
+
+def test_parameters_have_a_description_where_the_template_needs_it(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(COMMAND_R_PLUS)
+    properties: dict[str, Any] = {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "description": "how many"},
+        "more": {"type": "object", "properties": {"deep": {"type": "string"}}},
+    }
+    tool = Tool("weather", "The weather", {"type": "object", "properties": properties})
+    messages = (user("Weather?"), assistant(CALL), RESULT)
+    prompt = renderer.render(Chat(messages, (tool,)))
+    assert not prompt.warnings
+    assert (
+        "def weather(city: str  # \ndays: int  # how many\nmore: Dict[str, Any]  # \n)\n"
+    ) in prompt.text
+    assert (
+        'Action:\n```json\n[{"tool_name": "weather", "parameters": {"city": "Bonn"}}]```<|stop|>\n'
+        "<|start|>tool\nblue<|stop|>\n"
+    ) in prompt.text
+
+
+def test_tools_that_such_a_template_cannot_render_are_described(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(COMMAND_R_PLUS)
+    tool = Tool("weather", "", {"type": "object", "properties": {"city": {"type": "any"}}})
+    prompt = renderer.render(Chat((user("Weather?"), assistant(CALL), RESULT), (tool,)))
+    assert prompt.warnings == (
+        "tools: described in the system text, as the chat template fails on their schemas",
+    )
+    assert '{"name": "weather", "description": "", "parameters": ' in prompt.text
+    assert 'Action:\n```json\n[{"tool_name": "weather", ' in prompt.text
