@@ -44,11 +44,15 @@ class CallForm:
 
 @dataclass(frozen=True)
 class CallText:
-    """A form in which calls are written into the text of a message, between two markers."""
+    """A form in which calls are written into the text of a message, between two markers.
+
+    result_role: the role of the messages of their results.
+    """
 
     start: str
     end: str
     write: Callable[[Sequence[ToolCall]], str]
+    result_role: str = "tool"
 
 
 def close_block(reading: AnswerReading, calls_before: int, *ends: str) -> Steps[None]:
@@ -236,6 +240,11 @@ def _write_lfm2(calls: Sequence[ToolCall]) -> str:
     """Return calls as `_read_lfm2` reads them."""
     if all(map(is_python_call, calls)):
         return write_python_calls(calls)
+    return _write_json(calls)
+
+
+def _write_json(calls: Sequence[ToolCall]) -> str:
+    """Return calls as a list of JSON objects."""
     objects = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
     return json.dumps(objects, ensure_ascii=False)
 
@@ -288,6 +297,7 @@ PYTHON_TAG = CallForm(
 )
 MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral)
 GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", TAG_END)
+GRANITE_TEXT = CallText("<|tool_call|>", "", _write_json, "tool_response")
 COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>")
 ACTION = CallForm("Action:", (), _read_action)
 DEEPSEEK = CallForm(

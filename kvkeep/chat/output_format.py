@@ -120,6 +120,7 @@ _FORMATS = (
         reasoning=(_THINK, _GRANITE_REASONING),
         calls=(forms.GRANITE, forms.TAGGED),
         wrappers=(BlockMarkers("<response>", "</response>"),),
+        call_text=forms.GRANITE_TEXT,
     ),
     OutputFormat("phi4", calls=(forms.GRANITE, forms.TAGGED)),
     OutputFormat(

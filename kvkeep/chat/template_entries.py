@@ -37,8 +37,10 @@ class TemplateEntries:
     @property
     def text_form(self) -> CallText | None:
         """The form in which calls stand in the texts of messages; None if the template has one."""
-        lacks_calls = self.traits.tools and self.traits.results and not self.traits.calls
-        return self.call_text if lacks_calls else None
+        form, traits = self.call_text, self.traits
+        if form is None or traits.calls or not traits.tools:
+            return None
+        return form if form.result_role in traits.result_roles else None
 
     def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the entries of messages, of which each result has its own."""
@@ -104,7 +106,8 @@ class TemplateEntries:
         name = {"name": call.name} if call else {}
         content = self.content(content_text(result.content))
         call_id = self._template_id(result.call_id)
-        return {"role": "tool", "content": content, "tool_call_id": call_id, **name}
+        role = form.result_role if (form := self.text_form) else "tool"
+        return {"role": role, "content": content, "tool_call_id": call_id, **name}
 
     def _call_entry(self, call: ToolCall) -> dict[str, Any]:
         as_text = self.traits.arguments == "text"

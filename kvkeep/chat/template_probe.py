@@ -19,6 +19,7 @@ _KEY, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, _REASONING = (
     *("kvkeepkey", "kvkeepvalue", "kvkeepother", "kvkeepresult", "kvkeeplast", "kvkeepthought"),
 )
 _LONG_ID, _SHORT_ID = "call_kvkeep0000000000000000", "kvkeep000"
+_RESULT_ROLES = ("tool", "tool_response", "observation")
 _CALL_PARTS = (_KEY, _VALUE, _LONG_ID, _SHORT_ID, _TOOL)
 _Messages = Sequence[Mapping[str, Any]]
 _USER: Mapping[str, Any] = {"role": "user", "content": "a"}
@@ -52,10 +53,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
             [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
         ),
         tools=probe.renders([_USER], _TOOL, tools=True),
-        results=probe.renders(
-            [_USER, _ANSWER, _result(_RESULT, {"id": _LONG_ID}), {**_USER, "content": _FOLLOWING}],
-            *(_RESULT, _FOLLOWING),
-        ),
+        result_roles=tuple(filter(probe.writes_results_of, _RESULT_ROLES)),
         reasoning=probe.reasoning(),
         text_parts=probe.text_parts,
         empty_tools=probe.no_tools is not None,
@@ -91,6 +89,12 @@ class _Probe:
                 return False
             position += len(mark)
         return bool(rendered)
+
+    def writes_results_of(self, role: str) -> bool:
+        """Whether the template writes results, as messages of a role, without their calls."""
+        result = {**_result(_RESULT, {"id": _LONG_ID}), "role": role}
+        messages = [_USER, _ANSWER, result, {**_USER, "content": _FOLLOWING}]
+        return self.renders(messages, _RESULT, _FOLLOWING)
 
     def reasoning(self) -> Literal["field", "part", "dropped"]:
         """Return where the template takes the reasoning of the last message."""

@@ -9,7 +9,7 @@ class TemplateTraits:
     """The abilities of a chat template, and the form of fields that it takes.
 
     tools: descriptions of tools. calls: calls and their results, as messages of role "tool".
-    results: results, at least.
+    result_roles: the roles by which it writes results, without calls at least.
     calls_without_tools: also in a request that has no tools. parallel_calls: several calls in one
     message, and their results. lone_results: results of calls that are not in the conversation.
     user_after_result: a user's message right behind results.
@@ -26,7 +26,7 @@ class TemplateTraits:
     empty_answer: bool = True  # an assistant's message without content
     tools: bool = False
     calls: bool = False
-    results: bool = False
+    result_roles: tuple[str, ...] = ()
     calls_without_tools: bool = False
     parallel_calls: bool = False
     lone_results: bool = False

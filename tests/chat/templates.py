@@ -306,6 +306,15 @@ COMMAND_R_PLUS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
 """
+# Has tools and any role, but takes calls only as the assistant's text.
+GRANITE3 = """\
+{%- if tools %}{{- '<|start|>available_tools<|end|>' + tools | tojson + '<|stop|>\\n' }}{%- endif %}
+{#- respond only with <|tool_call|> followed by a JSON list of tools used #}
+{%- for message in messages %}
+    {{- '<|start|>' + message.role + '<|end|>' + message.content + '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -319,9 +328,11 @@ ALL_TEMPLATES = {
     "command-a": COMMAND_A,
     "command-a-reasoning": COMMAND_A_REASONING,
     "command-r+": COMMAND_R_PLUS,
+    "granite3": GRANITE3,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {
+    "granite3": ("<|end|>", "<|tool_call|>"),
     "ministral": (
         *("[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
         *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),

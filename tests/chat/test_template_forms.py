@@ -22,6 +22,7 @@ from tests.chat.templates import (
     COMMAND_A_REASONING,
     COMMAND_R_PLUS,
     GEMMA4,
+    GRANITE3,
     MINISTRAL,
     MISTRAL_NEMO,
     OWN_CONTROLS,
@@ -191,3 +192,19 @@ def test_tools_that_such_a_template_cannot_render_are_described(
     )
     assert '{"name": "weather", "description": "", "parameters": ' in prompt.text
     assert 'Action:\n```json\n[{"tool_name": "weather", ' in prompt.text
+
+
+def test_calls_in_the_text_are_a_json_list_behind_granites_marker(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(GRANITE3, *OWN_CONTROLS["granite3"])
+    calls = (ToolCall("call_1", "weather", {"city": 'the "<|tool_call|>"'}), CALL)
+    prompt = rendered(renderer, user("Weather?"), assistant("I look.", *calls), RESULT)
+    assert not prompt.warnings
+    assert prompt.text.partition("Weather?<|stop|>\n")[2] == (
+        "<|start|>assistant<|end|>I look.<|tool_call|>"
+        '[{"name": "weather", "arguments": {"city": "the \\"<|tool_call|>\\""}}, '
+        '{"name": "weather", "arguments": {"city": "Bonn"}}]<|stop|>\n'
+        "<|start|>tool_response<|end|>blue<|stop|>\n<|start|>assistant<|end|>"
+    )
+    assert control_texts(renderer._codec, prompt).count("<|tool_call|>") == 1
