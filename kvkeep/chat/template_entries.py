@@ -13,6 +13,7 @@ from kvkeep.chat.messages import Message, ToolCall, ToolResult, call_places, con
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import (
     TemplateTraits,
+    metadata_call,
     reasoning_part_list,
     text_part_list,
 )
@@ -81,6 +82,9 @@ class TemplateEntries:
             return [entry]
         if (form := self.text_form) is not None:
             return [self.with_content(message, self._text_with_calls(message, form))]
+        if self.traits.metadata_calls:
+            said = [entry] if message.text or message.reasoning else []
+            return [*said, *(metadata_call(c.name, arguments_text(c)) for c in message.calls)]
         calls = [self._call_entry(call) for call in message.calls]
         place = self.traits.text_with_calls
         if place == "plan":
@@ -106,7 +110,9 @@ class TemplateEntries:
         name = {"name": call.name} if call else {}
         content = self.content(content_text(result.content))
         call_id = self._template_id(result.call_id)
-        role = form.result_role if (form := self.text_form) else "tool"
+        role = "observation" if self.traits.metadata_calls else "tool"
+        if (form := self.text_form) is not None:
+            role = form.result_role
         return {"role": role, "content": content, "tool_call_id": call_id, **name}
 
     def _call_entry(self, call: ToolCall) -> dict[str, Any]:

@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 from kvkeep.chat.inserted_texts import call_mark
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.template_traits import TemplateTraits, reasoning_part_list, text_part_list
+from kvkeep.chat.template_traits import (
+    TemplateTraits,
+    metadata_call,
+    reasoning_part_list,
+    text_part_list,
+)
 from kvkeep.chat.tool_schemas import tool_function
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
@@ -115,7 +120,26 @@ class _Probe:
             if traits := next(filter(None, map(self.call_traits, _CALL_FORMS)), {}):
                 return traits
         self.text_parts = before
-        return {}
+        return self._metadata_call_traits()
+
+    def _metadata_call_traits(self) -> dict[str, Any]:
+        """Return the traits about calls if they are messages with metadata, else {}."""
+        call = metadata_call(_TOOL, _call_arguments(_VALUE))
+        result, following = _observation(_RESULT), {"role": "user", "content": _FOLLOWING}
+        exchange = [_USER, call, result]
+        if not self.renders([_USER], _TOOL, tools=True):
+            return {}  # the model calls tools that are described to it in another form
+        if not self.renders(exchange, _TOOL, _VALUE, _RESULT):
+            return {}
+        return {
+            "calls": True,
+            "metadata_calls": True,
+            "calls_without_tools": True,
+            "lone_results": self.renders([_USER, result], _RESULT),
+            "call_first": self.renders([*exchange[1:], _USER], _VALUE, _RESULT),
+            "text_with_calls": "before",
+            "user_after_result": self.renders([*exchange, following], _RESULT, _FOLLOWING),
+        }
 
     def call_traits(self, form: tuple[Literal["mapping", "text"], bool]) -> dict[str, Any]:
         """Return the traits about calls if the template takes them in this form, else {}."""
@@ -237,10 +261,17 @@ _PROBE_TOOL = Tool(_TOOL, "probe", {"type": "object", "properties": {_KEY: {"typ
 
 
 def _call(value: str, arguments: str, call_id: str) -> dict[str, Any]:
-    mapping = {_KEY: value}
-    text = f'{{"{_KEY}": "{value}"}}'
-    function = {"name": _TOOL, "arguments": mapping if arguments == "mapping" else text}
+    values = {_KEY: value} if arguments == "mapping" else _call_arguments(value)
+    function = {"name": _TOOL, "arguments": values}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def _call_arguments(value: str) -> str:
+    return f'{{"{_KEY}": "{value}"}}'
+
+
+def _observation(text: str) -> dict[str, Any]:
+    return {"role": "observation", "content": text}
 
 
 def _result(text: str, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class TemplateTraits:
     call_opening: str = ""
     reasoning: Literal["field", "part", "dropped"] = "dropped"
     arguments: Literal["mapping", "text"] = "mapping"  # of calls
+    metadata_calls: bool = False  # calls are messages of their own, as `metadata_call` returns
     short_ids: bool = False  # ids of calls must have nine letters and digits
     text_parts: bool = False  # contents must be lists of parts
     empty_tools: bool = False  # without tools, it must get an empty list of them
@@ -55,6 +56,11 @@ class TemplateTraits:
 def reasoning_part_list(reasoning: str, text: str) -> list[dict[str, str]]:
     """Return reasoning and a text, which may be empty, as the list of parts that Mistral's take."""
     return [{"type": "thinking", "thinking": reasoning}, *(text_part_list(text) if text else ())]
+
+
+def metadata_call(name: str, arguments: str) -> dict[str, str]:
+    """Return a call as a message of its own, whose results have the role "observation"."""
+    return {"role": "assistant", "metadata": name, "content": arguments}
 
 
 def text_part_list(text: str) -> list[dict[str, str]]:

@@ -315,6 +315,14 @@ GRANITE3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>' }}{%- endif %}
 """
+# Takes a call as a message of its own, whose metadata are the tool's name.
+GLM4 = """\
+{%- if tools %}{{- '<|system|>\\n' + tools | tojson }}{%- endif %}
+{%- for message in messages if message.role in ('system', 'user', 'assistant', 'observation') %}
+    {{- '<|' + message.role + '|>' + message.get('metadata', '') + '\\n' + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -329,9 +337,11 @@ ALL_TEMPLATES = {
     "command-a-reasoning": COMMAND_A_REASONING,
     "command-r+": COMMAND_R_PLUS,
     "granite3": GRANITE3,
+    "glm4": GLM4,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {
+    "glm4": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "granite3": ("<|end|>", "<|tool_call|>"),
     "ministral": (
         *("[INST]", "[/INST]", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),

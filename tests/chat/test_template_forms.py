@@ -22,6 +22,7 @@ from tests.chat.templates import (
     COMMAND_A_REASONING,
     COMMAND_R_PLUS,
     GEMMA4,
+    GLM4,
     GRANITE3,
     MINISTRAL,
     MISTRAL_NEMO,
@@ -208,3 +209,20 @@ def test_calls_in_the_text_are_a_json_list_behind_granites_marker(
         "<|start|>tool_response<|end|>blue<|stop|>\n<|start|>assistant<|end|>"
     )
     assert control_texts(renderer._codec, prompt).count("<|tool_call|>") == 1
+
+
+def test_calls_are_messages_with_metadata_where_the_template_takes_them_so(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    renderer = renderer_of(GLM4, *OWN_CONTROLS["glm4"])
+    calls = (CALL, ToolCall("call_2", "weather", {}))
+    messages = (user("Weather?"), assistant("I look.", *calls))
+    results = Message("tool", (*RESULT.results, ToolResult("call_2", (TextPart("rain"),))))
+    prompt = rendered(renderer, *messages, results, user("So?"))
+    assert not prompt.warnings
+    assert prompt.text.partition("<|user|>")[2] == (
+        '\nWeather?<|assistant|>\nI look.<|assistant|>weather\n{"city": "Bonn"}'
+        "<|observation|>\nblue<|assistant|>weather\n{}<|observation|>\nrain"
+        "<|user|>\nSo?<|assistant|>"
+    )
+    assert control_texts(renderer._codec, prompt).count("<|observation|>") == 2
