@@ -298,6 +298,7 @@ PYTHON_TAG = CallForm(
 MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral)
 GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", TAG_END)
 GRANITE_TEXT = CallText("<|tool_call|>", "", _write_json, "tool_response")
+PHI4_MINI_TEXT = CallText("<|tool_call|>", "<|/tool_call|>", _write_json, "tool_response")
 COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>")
 ACTION = CallForm("Action:", (), _read_action)
 DEEPSEEK = CallForm(

@@ -122,7 +122,7 @@ _FORMATS = (
         wrappers=(BlockMarkers("<response>", "</response>"),),
         call_text=forms.GRANITE_TEXT,
     ),
-    OutputFormat("phi4", calls=(forms.GRANITE, forms.TAGGED)),
+    OutputFormat("phi4-mini", calls=(forms.GRANITE, forms.TAGGED), call_text=forms.PHI4_MINI_TEXT),
     OutputFormat(
         "functionary",
         calls=(CallForm(">>>", (), bare.read_recipient), forms.TAGGED),
@@ -177,16 +177,18 @@ _BY_TEMPLATE = (
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
     ("nemotron2", ("<TOOLCALL>",)),
+    ("phi4-mini", ("<|tool|>", "<|/tool|>")),
     ("granite", ("<|tool_call|>",)),
     ("granite", ("<|start_of_role|>",)),
     ("ernie", ("<response>", "<tool_call>")),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     ("gemma3", ("<start_of_turn>",)),
-    ("phi4", ("<|tool_call|>",)),  # which its template does not show
+    ("phi4-mini", ("<|tool_call|>",)),  # a control token that its template does not show
 )
 _BY_CONTROL_TOKENS = (
-    *("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek", "lfm2", "phi4"),
+    *("harmony", "gemma4", "function-gemma", "mistral", "command-r7b", "deepseek", "lfm2"),
+    "phi4-mini",
 )
 
 

@@ -162,10 +162,11 @@ class ChatRenderer:
         calls_in_text = conversion.text_form is not None
         traits = conversion.traits.with_calls_in_text() if calls_in_text else conversion.traits
         messages, warnings = rewrite_messages(chat.messages, listed, traits)
-        entries = conversion.of(messages)
+        entries = conversion.with_tools(conversion.of(messages), listed)
         functions = [tool_function(tool, traits.full_schemas) for tool in listed]
         no_tools: list[dict[str, Any]] | None = [] if traits.empty_tools else None
-        template_tools = functions if functions and traits.tools else no_tools
+        is_variable = traits.tools and not traits.system_tools
+        template_tools = functions if functions and is_variable else no_tools
         rendering = _Rendering(self._codec, template_tools, options.variables())
         last = messages[-1]
         continued = options.continue_final

@@ -9,7 +9,14 @@ from typing import Any
 
 from kvkeep.chat.call_syntax import CallText
 from kvkeep.chat.inserted_texts import call_mark
-from kvkeep.chat.messages import Message, ToolCall, ToolResult, call_places, content_text
+from kvkeep.chat.messages import (
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    call_places,
+    content_text,
+)
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import (
     TemplateTraits,
@@ -17,6 +24,7 @@ from kvkeep.chat.template_traits import (
     reasoning_part_list,
     text_part_list,
 )
+from kvkeep.chat.tool_schemas import tools_text
 from kvkeep.models.text.codec import TextCodec
 
 ID_CHARACTERS = string.ascii_letters + string.digits
@@ -54,6 +62,17 @@ class TemplateEntries:
             if message.role != "tool":
                 entries += self._message_entries(message, number)
         return entries
+
+    def with_tools(
+        self, entries: list[dict[str, Any]], tools: Sequence[Tool]
+    ) -> list[dict[str, Any]]:
+        """Return entries with tools in the system message, if the template takes them there."""
+        if not (tools and self.traits.tools and self.traits.system_tools):
+            return entries
+        system: dict[str, Any] = {"role": "system", "content": self.content("")}
+        if entries[0]["role"] == "system":
+            system, *entries = entries
+        return [{**system, "tools": tools_text(tools)}, *entries]
 
     def inserted_texts(self, messages: Sequence[Message]) -> dict[int, str]:
         """Return the texts that `of` leaves out: see `insert_texts`. By number of message."""

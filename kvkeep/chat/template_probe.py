@@ -12,7 +12,7 @@ from kvkeep.chat.template_traits import (
     reasoning_part_list,
     text_part_list,
 )
-from kvkeep.chat.tool_schemas import tool_function
+from kvkeep.chat.tool_schemas import tool_function, tools_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
@@ -42,6 +42,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         probe.text_parts = probe.renders([{**_USER, "content": _FOLLOWING}], _FOLLOWING, parts=True)
     probe.full_schemas = not probe.renders([_USER], _TOOL, tools=True)
     probe.full_schemas = probe.full_schemas and probe.renders([_USER], _TOOL, tools=True)
+    probe.system_tools = probe.takes_system_tools()
     calls = probe.calls()
     call_first = calls.pop("call_first", True)
     system: Mapping[str, Any]
@@ -57,11 +58,12 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         empty_answer=probe.renders(
             [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
         ),
-        tools=probe.renders([_USER], _TOOL, tools=True),
+        tools=probe.system_tools or probe.renders([_USER], _TOOL, tools=True),
         result_roles=tuple(filter(probe.writes_results_of, _RESULT_ROLES)),
         reasoning=probe.reasoning(),
         text_parts=probe.text_parts,
         empty_tools=probe.no_tools is not None,
+        system_tools=probe.system_tools,
         full_schemas=probe.full_schemas,
         **calls,
     )
@@ -80,7 +82,7 @@ class _Probe:
         self._codec = codec
         self.text_parts = False
         self.no_tools: list[dict[str, Any]] | None = None
-        self.full_schemas = False
+        self.full_schemas = self.system_tools = False
 
     def renders(
         self, messages: _Messages, *marks: str, tools: bool = False, parts: bool | None = None
@@ -109,6 +111,14 @@ class _Probe:
         before, _, after = self._render(parts, False, self.text_parts).partition(_REASONING)
         is_written = _TEXT in after and not before.endswith(("'", '"'))  # not as a list
         return "part" if is_written else "dropped"
+
+    def takes_system_tools(self) -> bool:
+        """Whether the template writes the text of tools, unescaped, in the system message alone."""
+        if self.renders([_USER], _TOOL, tools=True):
+            return False
+        tools = tools_text([_PROBE_TOOL])
+        system = {"role": "system", "content": _SYSTEM, "tools": tools}
+        return self.renders([system, _USER], _SYSTEM, tools)
 
     def calls(self) -> dict[str, Any]:
         """Return the traits about calls, {} if the template takes none.

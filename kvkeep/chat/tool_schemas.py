@@ -5,7 +5,8 @@ another order with each process. Without one order of ours, such a tool would ch
 there on.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvkeep.chat.messages import Tool
@@ -33,6 +34,11 @@ def tool_function(tool: Tool, in_full: bool) -> dict[str, Any]:
     if in_full:
         fields["parameters"] = _in_full(tool.parameters)
     return {"type": "function", "function": fields}
+
+
+def tools_text(tools: Iterable[Tool]) -> str:
+    """Return a JSON list of tools, for templates that take it in the system message."""
+    return json.dumps([function_fields(tool) for tool in tools], ensure_ascii=False)
 
 
 def _in_full(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -323,6 +323,17 @@ GLM4 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
 """
+# Takes tools as a text in the system message, and any role.
+PHI4_MINI = """\
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' + message.content }}
+    {%- if message.role == 'system' and message.tools %}
+        {{- '<|tool|>' + message.tools + '<|/tool|>' }}
+    {%- endif %}
+    {{- '<|stop|>' }}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt else eos_token }}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -338,9 +349,14 @@ ALL_TEMPLATES = {
     "command-r+": COMMAND_R_PLUS,
     "granite3": GRANITE3,
     "glm4": GLM4,
+    "phi4-mini": PHI4_MINI,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {
+    "phi4-mini": (
+        *("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>"),
+        *("<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
+    ),
     "glm4": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "granite3": ("<|end|>", "<|tool_call|>"),
     "ministral": (

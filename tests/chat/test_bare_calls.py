@@ -118,7 +118,7 @@ def test_other_beginnings_of_an_answer_are_text() -> None:
 
 
 def test_calls_of_functionary_and_phi_are_read() -> None:
-    for name, answers in (("functionary", FUNCTIONARY), ("phi4", PHI)):
+    for name, answers in (("functionary", FUNCTIONARY), ("phi4-mini", PHI)):
         for text, expected in answers.items():
             check(text, name, expected)
 

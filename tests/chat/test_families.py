@@ -28,7 +28,6 @@ SIGNS = {  # texts of a template by which a format is detected
     "minimax": ("<minimax:tool_call>",),
     "apertus": ("<|tools_prefix|>",),
     "apriel": ("<tool_calls>", "[BEGIN FINAL RESPONSE]"),
-    "phi4": (),  # by its control tokens
     "ernie": ("<response>", "<tool_call>"),
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]",),
@@ -38,6 +37,7 @@ SIGNS = {  # texts of a template by which a format is detected
     "deepseek": ("<｜tool▁call▁begin｜>",),
     "command-r7b": ("<|START_ACTION|>",),
     "command-r": ("<|CHATBOT_TOKEN|>", "Action:"),
+    "phi4-mini": ("<|tool|>", "<|/tool|>"),
     "granite": ("<|tool_call|>",),
     "olmo3": ("<function_calls>",),
     "lfm2": ("<|tool_list_start|>",),

@@ -29,6 +29,7 @@ TEMPLATES = {
     "command-r": "<|CHATBOT_TOKEN|>Action:\\n```json\\n[\\n",
     "lfm2": "'List of tools: <|tool_list_start|>[' + tools + ']<|tool_list_end|>'",
     "nemotron2": '\'<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}}]</TOOLCALL>\'',
+    "phi4-mini": "'<|tool|>' + message['tools'] + '<|/tool|>'",
     "granite": "respond only with <|tool_call|> followed by a JSON list",
     "olmo3": "<function_calls>{{ message['function_calls'] }}</function_calls>",
 }
@@ -44,7 +45,7 @@ def test_templates_without_tools_are_read_as_hermes_or_by_their_control_tokens()
     assert detect_format("{{ messages }}", ["<|im_end|>"]).name == "hermes"
     assert detect_format("{{ messages }}", ["[INST]", "[TOOL_CALLS]"]).name == "mistral"
     assert detect_format("List of tools: {{ tools }}", ["<|tool_call_start|>"]).name == "lfm2"
-    assert detect_format("<|tool|>{{ tools }}", ["<|tool_call|>"]).name == "phi4"
+    assert detect_format("<|tool|>{{ tools }}", ["<|tool_call|>"]).name == "phi4-mini"
 
 
 def test_the_text_of_a_control_token_is_no_marker() -> None:

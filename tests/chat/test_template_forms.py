@@ -1,6 +1,7 @@
 """Histories in the forms that templates of some models need."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.chat.templates import (
     MINISTRAL,
     MISTRAL_NEMO,
     OWN_CONTROLS,
+    PHI4_MINI,
     write_codec,
 )
 
@@ -226,3 +228,27 @@ def test_calls_are_messages_with_metadata_where_the_template_takes_them_so(
         "<|user|>\nSo?<|assistant|>"
     )
     assert control_texts(renderer._codec, prompt).count("<|observation|>") == 2
+
+
+@pytest.mark.parametrize("system", [(), (Message("system", (TextPart("Be brief."),)),)])
+def test_tools_are_in_the_system_message_where_the_template_takes_them_there(
+    renderer_of: Callable[..., ChatRenderer], system: tuple[Message, ...]
+) -> None:
+    renderer = renderer_of(PHI4_MINI, *OWN_CONTROLS["phi4-mini"])
+    tool = replace(WEATHER, description='The "<|/tool|>" <weather>')
+    messages = (*system, user("Weather?"), assistant("I look.", CALL), RESULT)
+    prompt = renderer.render(Chat(messages, (tool,)))
+    assert not prompt.warnings
+    said = system[0].text if system else ""
+    assert prompt.text == (
+        f"<|system|>{said}<|tool|>"
+        '[{"name": "weather", "description": "The \\"<|/tool|>\\" <weather>", "parameters": '
+        '{"type": "object", "properties": {"city": {"type": "string"}}}}]<|/tool|><|stop|>'
+        "<|user|>Weather?<|stop|><|assistant|>I look."
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn"}}]<|/tool_call|><|stop|>'
+        "<|tool_response|>blue<|stop|><|assistant|>"
+    )
+    written = control_texts(renderer._codec, prompt)
+    assert [written.count(text) for text in ("<|/tool|>", "<|/tool_call|>")] == [1, 1]
+    plain = renderer.render(Chat((*system, user("Weather?"))))
+    assert "<|tool|>" not in plain.text
