@@ -9,7 +9,12 @@ from functools import partial
 from kvkeep.chat.gemma_calls import read_gemma_call
 from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value, stream_object
 from kvkeep.chat.messages import ToolCall
-from kvkeep.chat.python_calls import is_python_call, read_python_calls, write_python_calls
+from kvkeep.chat.python_calls import (
+    is_python_call,
+    read_python_calls,
+    write_python_calls,
+    write_python_lines,
+)
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 from kvkeep.chat.tagged_calls import (
@@ -305,7 +310,9 @@ DEEPSEEK = CallForm(
     _DEEPSEEK[0], (_DEEPSEEK[1], *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR), _read_deepseek
 )
 DEEPSEEK_CALL = CallForm(_DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True))
-OLMO = _python_form("<function_calls>", "</function_calls>")
+_OLMO = "<function_calls>", "</function_calls>"
+OLMO = _python_form(*_OLMO)
+OLMO_TEXT = CallText(*_OLMO, write_python_lines, "environment")
 TOOL_CODE = _python_form("```tool_code", FENCE)
 _LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 LFM2 = CallForm(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1]))

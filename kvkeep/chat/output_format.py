@@ -147,7 +147,7 @@ _FORMATS = (
         reasoning=(BlockMarkers("<|inner_prefix|>", "<|inner_suffix|>"), _THINK),
         calls=(forms.APERTUS, forms.TAGGED),
     ),
-    OutputFormat("olmo3", calls=(forms.OLMO, forms.TAGGED)),
+    OutputFormat("olmo3", calls=(forms.OLMO, forms.TAGGED), call_text=forms.OLMO_TEXT),
     OutputFormat("lfm2", calls=(forms.LFM2, forms.TAGGED), call_text=forms.LFM2_TEXT),
     OutputFormat("nemotron2", calls=(forms.NEMOTRON2, forms.TAGGED)),
 )

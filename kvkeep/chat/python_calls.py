@@ -153,12 +153,25 @@ def _read_escape(reading: AnswerReading) -> Steps[str]:
 
 def json_string_part(text: str) -> str:
     """Return a text as it stands inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _json(text)[1:-1]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def write_python_calls(calls: Iterable[ToolCall]) -> str:
     """Return calls as a list, in the form that `read_python_calls` reads."""
     return f"[{', '.join(map(_call_text, calls))}]"
+
+
+def write_python_lines(calls: Iterable[ToolCall]) -> str:
+    """Return calls in lines, their values as JSON, which `read_python_calls` reads, too."""
+    lines = []
+    for call in calls:
+        values = (f"{key}={_json(value)}" for key, value in call.arguments.items())
+        lines.append(f"{call.name}({', '.join(values)})")
+    return "\n".join(lines)
 
 
 def is_python_call(call: ToolCall) -> bool:

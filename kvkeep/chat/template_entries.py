@@ -72,7 +72,7 @@ class TemplateEntries:
         system: dict[str, Any] = {"role": "system", "content": self.content("")}
         if entries[0]["role"] == "system":
             system, *entries = entries
-        return [{**system, "tools": tools_text(tools)}, *entries]
+        return [{**system, self.traits.system_tools: tools_text(tools)}, *entries]
 
     def inserted_texts(self, messages: Sequence[Message]) -> dict[int, str]:
         """Return the texts that `of` leaves out: see `insert_texts`. By number of message."""

@@ -24,7 +24,7 @@ _KEY, _VALUE, _OTHER_VALUE, _RESULT, _OTHER_RESULT, _REASONING = (
     *("kvkeepkey", "kvkeepvalue", "kvkeepother", "kvkeepresult", "kvkeeplast", "kvkeepthought"),
 )
 _LONG_ID, _SHORT_ID = "call_kvkeep0000000000000000", "kvkeep000"
-_RESULT_ROLES = ("tool", "tool_response", "observation")
+_RESULT_ROLES = ("tool", "tool_response", "observation", "environment")
 _CALL_PARTS = (_KEY, _VALUE, _LONG_ID, _SHORT_ID, _TOOL)
 _Messages = Sequence[Mapping[str, Any]]
 _USER: Mapping[str, Any] = {"role": "user", "content": "a"}
@@ -58,7 +58,7 @@ def probe_template(codec: TextCodec) -> TemplateTraits:
         empty_answer=probe.renders(
             [_USER, {**_ANSWER, "content": ""}, {**_USER, "content": _FOLLOWING}], _FOLLOWING
         ),
-        tools=probe.system_tools or probe.renders([_USER], _TOOL, tools=True),
+        tools=bool(probe.system_tools) or probe.renders([_USER], _TOOL, tools=True),
         result_roles=tuple(filter(probe.writes_results_of, _RESULT_ROLES)),
         reasoning=probe.reasoning(),
         text_parts=probe.text_parts,
@@ -82,7 +82,7 @@ class _Probe:
         self._codec = codec
         self.text_parts = False
         self.no_tools: list[dict[str, Any]] | None = None
-        self.full_schemas = self.system_tools = False
+        self.full_schemas, self.system_tools = False, ""
 
     def renders(
         self, messages: _Messages, *marks: str, tools: bool = False, parts: bool | None = None
@@ -112,13 +112,14 @@ class _Probe:
         is_written = _TEXT in after and not before.endswith(("'", '"'))  # not as a list
         return "part" if is_written else "dropped"
 
-    def takes_system_tools(self) -> bool:
-        """Whether the template writes the text of tools, unescaped, in the system message alone."""
+    def takes_system_tools(self) -> str:
+        """Return the field of the system message in which alone tools are written; "" for none."""
         if self.renders([_USER], _TOOL, tools=True):
-            return False
-        tools = tools_text([_PROBE_TOOL])
-        system = {"role": "system", "content": _SYSTEM, "tools": tools}
-        return self.renders([system, _USER], _SYSTEM, tools)
+            return ""
+        text, system = tools_text([_PROBE_TOOL]), {"role": "system", "content": _SYSTEM}
+        fields = ("tools", "functions")
+        written = (f for f in fields if self.renders([{**system, f: text}, _USER], _SYSTEM, text))
+        return next(written, "")
 
     def calls(self) -> dict[str, Any]:
         """Return the traits about calls, {} if the template takes none.

@@ -39,7 +39,7 @@ class TemplateTraits:
     short_ids: bool = False  # ids of calls must have nine letters and digits
     text_parts: bool = False  # contents must be lists of parts
     empty_tools: bool = False  # without tools, it must get an empty list of them
-    system_tools: bool = False  # tools are JSON text in a field of the system message
+    system_tools: str = ""  # tools are JSON text in this field of the system message
     full_schemas: bool = False  # schemas must state all that they may leave out
 
     def with_calls_in_text(self) -> "TemplateTraits":

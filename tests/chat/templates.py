@@ -334,6 +334,22 @@ PHI4_MINI = """\
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt else eos_token }}
 """
+# Takes tools as another field of the system message, and results of a role of its own.
+OLMO3 = """\
+{%- if messages[0].role != 'system' %}
+    {{- '<|start|>system\\nYou have no functions. <functions></functions><|stop|>\\n' }}
+{%- endif %}
+{%- for message in messages if message.role in ('system', 'user', 'assistant', 'environment') %}
+    {{- '<|start|>' + message.role + '\\n' + message.content }}
+    {%- if message.role == 'system' %}
+        {{- ' <functions>' + message.get('functions', '') + '</functions>' }}
+    {%- elif message.get('function_calls') %}
+        {{- '<function_calls>' + message.function_calls + '</function_calls>' }}
+    {%- endif %}
+    {{- '<|stop|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}
+"""
 ALL_TEMPLATES = {
     **TEMPLATES,
     "qwen2.5": QWEN25,
@@ -350,6 +366,7 @@ ALL_TEMPLATES = {
     "granite3": GRANITE3,
     "glm4": GLM4,
     "phi4-mini": PHI4_MINI,
+    "olmo3": OLMO3,
 }
 # The control tokens that only one model has.
 OWN_CONTROLS = {

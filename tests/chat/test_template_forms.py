@@ -27,6 +27,7 @@ from tests.chat.templates import (
     GRANITE3,
     MINISTRAL,
     MISTRAL_NEMO,
+    OLMO3,
     OWN_CONTROLS,
     PHI4_MINI,
     write_codec,
@@ -252,3 +253,20 @@ def test_tools_are_in_the_system_message_where_the_template_takes_them_there(
     assert [written.count(text) for text in ("<|/tool|>", "<|/tool_call|>")] == [1, 1]
     plain = renderer.render(Chat((*system, user("Weather?"))))
     assert "<|tool|>" not in plain.text
+
+
+def test_tools_calls_and_results_of_olmo_are_in_its_own_form(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    values = {"city": 'the "big" one', "days": [1, None, True]}
+    calls = (ToolCall("call_1", "weather", values), ToolCall("call_2", "weather", {}))
+    messages = (user("Weather?"), assistant("I look.", *calls), RESULT)
+    prompt = rendered(renderer_of(OLMO3), *messages)
+    assert not prompt.warnings
+    assert prompt.text == (
+        '<|start|>system\n <functions>[{"name": "weather", "description": "The weather", '
+        '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]'
+        "</functions><|stop|>\n<|start|>user\nWeather?<|stop|>\n<|start|>assistant\nI look."
+        '<function_calls>weather(city="the \\"big\\" one", days=[1, null, true])\nweather()'
+        "</function_calls><|stop|>\n<|start|>environment\nblue<|stop|>\n<|start|>assistant\n"
+    )

@@ -165,6 +165,7 @@ def test_calls_in_the_text_are_in_the_tokens_that_the_model_sampled(
         ("ministral", '[THINK]\nHm.[/THINK] I look.[TOOL_CALLS]weather[ARGS]{"city":"Bonn"}'),
         ("ministral", "[THINK]\nHm.[/THINK]\n\nBlue. "),
         ("phi4-mini", '<|tool_call|> [{"name":"weather","arguments":{}}]<|/tool_call|>'),
+        ("olmo3", "<function_calls> weather( ) </function_calls>"),
         ("granite3", '<|tool_call|> [{"name":"weather","arguments":{}}]'),
         (
             "command-a",
