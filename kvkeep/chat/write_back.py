@@ -19,6 +19,7 @@ from kvkeep.chat.messages import (
     Message,
     Part,
     ReasoningPart,
+    Role,
     TextPart,
     Tool,
     ToolCall,
@@ -137,8 +138,17 @@ class AnswerWriter:
     @cached_property
     def _opening(self) -> ChatText:
         """The template's text where an answer begins."""
-        user = Message("user", (TextPart("-"),))
-        before, whole = (self.render([user], prompt).sealed for prompt in (False, True))
+        return self._opening_behind(Message("user", (TextPart("-"),)))
+
+    @cached_property
+    def _opening_behind_results(self) -> ChatText:
+        """The template's text where an answer to results begins: none if their turn goes on."""
+        user, call = Message("user", (TextPart("-"),)), ToolCall("kvkeep000", PROBE_TOOL.name, {})
+        result = Message("tool", (ToolResult(call.id, (TextPart("-"),)),))
+        return self._opening_behind(user, Message("assistant", (call,)), result)
+
+    def _opening_behind(self, *messages: Message) -> ChatText:
+        before, whole = (self.render(messages, prompt).sealed for prompt in (False, True))
         # Without it, some templates write another token at the end.
         pairs = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)
@@ -175,14 +185,22 @@ class AnswerWriter:
         unique_marks = _unique_marks(sealed)
         for index, answers in sorted(candidates.items()):
             text_first = not answers[0].has_reasoning and bool(messages[index].text.strip())
-            region = self._region(sealed, unique_marks, index, text_first, end)
+            before = messages[index - 1].role if index else "system"
+            region = self._region(sealed, unique_marks, index, text_first, end, before)
             if region is not None:
                 regions[index], end = region, region[1]
         return regions
 
     def _region(
-        self, sealed: str, unique_marks: Set[str], index: int, text_first: bool, after: int
+        self,
+        sealed: str,
+        unique_marks: Set[str],
+        index: int,
+        text_first: bool,
+        after: int,
+        before: Role = "user",
     ) -> tuple[int, int] | None:
+        """Return start and end of an answer behind a message of the role `before`, if clear."""
         first, last = _marks(index)
         if not {first, last} <= unique_marks:
             return None
@@ -192,16 +210,20 @@ class AnswerWriter:
             return None
         if not self.output_format.channels and any(self._delimiters(sealed, first_at, last_at)):
             return None  # the template divides the answer
-        start = self._start(sealed, first_at, after)
+        start = self._start(sealed, first_at, after, self._opening.sealed)
+        if start is None and before == "tool":
+            start = self._start(sealed, first_at, after, self._opening_behind_results.sealed)
         end = next(self._delimiters(sealed, last_at, len(sealed)), None)
         if start is None or end is None or (text_first and self._has_text(sealed, start, first_at)):
             return None
         return start, end[0]
 
-    def _start(self, sealed: str, first_at: int, after: int) -> int | None:
-        """Return where the prompt of an answer ended whose first mark is at `first_at`."""
+    def _start(self, sealed: str, first_at: int, after: int, opening: str) -> int | None:
+        """Return where the prompt of an answer ended whose first mark is at `first_at`.
+
+        opening: at the end of that prompt, sealed.
+        """
         last_end = max((end for _, end in self._delimiters(sealed, after, first_at)), default=after)
-        opening = self._opening.sealed
         if not opening:
             return last_end
         start = sealed.rfind(opening, after, first_at) + len(opening)

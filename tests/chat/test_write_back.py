@@ -105,7 +105,10 @@ def conversation(renderers: dict[str, ChatRenderer]) -> Conversation:
 
 
 # Those that write what was before an answer as the answer's prompt had it, in all turns.
-RESUMING = ("gemma", "gemma2", "phi3", "qwen", "qwen2.5", "qwen3-coder", "lfm2")
+RESUMING = (
+    *("gemma", "gemma2", "gemma4", "phi3", "qwen", "qwen2.5", "qwen3-coder", "lfm2", "ministral"),
+    *("command-a-reasoning", "granite3", "phi4-mini", "olmo3"),
+)
 SPACES = st.sampled_from(["", " ", "\n", "\n\n  "])
 SAID = st.text("abc {}<>\"'é\n", min_size=1, max_size=8).filter(lambda text: bool(text.strip()))
 
@@ -185,6 +188,20 @@ def test_what_comes_before_calls_and_texts_is_in_the_tokens_that_the_model_sampl
     prompt = conversation.prompt()
     assert prompt.ids[: len(held)] == held
     assert prompt.written_back == 1
+
+
+def test_answers_that_go_on_with_the_turn_of_a_call_are_in_the_tokens_that_the_model_sampled(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    """The template opens no turn behind results, and writes a line more behind reasoning."""
+    conversation = Conversation(renderers["gemma4"], WrittenAnswers())
+    conversation.ask("Weather?")
+    for number in range(3):
+        thought = f"<|channel>thought\nHm {number}.<channel|>"
+        held = conversation.generate(f"{thought}I look. <|tool_call>call:weather{{}}<tool_call|>")
+        prompt = conversation.prompt()
+        assert prompt.ids[: len(held)] == held
+        assert prompt.written_back == number + 1
 
 
 CALL = '<tool_call>{"arguments":{"a":1.0, "b":"x"},"name":"weather"}</tool_call>'
