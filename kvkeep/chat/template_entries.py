@@ -55,10 +55,14 @@ class TemplateEntries:
         """Return the entries of messages, of which each result has its own."""
         calls, entries = call_places(messages), list[dict[str, Any]]()
         for number, message in enumerate(messages):
-            for index, result in enumerate(message.results):
-                place = calls.get((number, index))
-                call = messages[place[0]].calls[place[1]] if place else None
-                entries.append(self._result_entry(result, call))
+            places = (calls.get((number, index)) for index in range(len(message.results)))
+            of_calls = [messages[place[0]].calls[place[1]] if place else None for place in places]
+            results = list(zip(message.results, of_calls, strict=True))
+            in_call = self.traits.results_in_call and entries and "tool_calls" in entries[-1]
+            if results and in_call:
+                entries[-1]["tool_responses"] = [self._response(*pair) for pair in results]
+            else:
+                entries += [self._result_entry(*pair) for pair in results]
             if message.role != "tool":
                 entries += self._message_entries(message, number)
         return entries
@@ -133,6 +137,10 @@ class TemplateEntries:
         if (form := self.text_form) is not None:
             role = form.result_role
         return {"role": role, "content": content, "tool_call_id": call_id, **name}
+
+    def _response(self, result: ToolResult, call: ToolCall | None) -> dict[str, Any]:
+        name = {"name": call.name} if call else {}
+        return {**name, "response": content_text(result.content)}
 
     def _call_entry(self, call: ToolCall) -> dict[str, Any]:
         as_text = self.traits.arguments == "text"

@@ -186,7 +186,22 @@ class _Probe:
                 [*exchange, following], _RESULT, _FOLLOWING, tools=True
             ),
             **self._text_with_calls(call_message, result),
+            **self._results_in_call(call_message, result),
         }
+
+    def _results_in_call(
+        self, call_message: Mapping[str, Any], result: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the traits of a template that has a place for results in their call, else {}."""
+        responses = [{"name": _TOOL, "response": _RESULT}]
+        exchange = [_USER, {**call_message, "tool_responses": responses}]
+        if not self.renders(exchange, _VALUE, _RESULT, tools=True):
+            return {}
+        if self._sealed(exchange) == self._sealed([_USER, call_message, result]):
+            return {}  # it has messages of results, too
+        opening = self._call_opening(call_message, result)
+        place = {"text_with_calls": "inserted", "call_opening": opening} if opening else {}
+        return {"results_in_call": True, "lone_results": False, **place}
 
     def _text_with_calls(
         self, call_message: Mapping[str, Any], result: Mapping[str, Any]

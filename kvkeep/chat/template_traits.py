@@ -35,6 +35,7 @@ class TemplateTraits:
     call_opening: str = ""
     reasoning: Literal["field", "part", "dropped"] = "dropped"
     arguments: Literal["mapping", "text"] = "mapping"  # of calls
+    results_in_call: bool = False  # results are in the field "tool_responses" of their calls
     metadata_calls: bool = False  # calls are messages of their own, as `metadata_call` returns
     short_ids: bool = False  # ids of calls must have nine letters and digits
     text_parts: bool = False  # contents must be lists of parts

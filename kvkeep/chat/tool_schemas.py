@@ -49,9 +49,9 @@ def _in_full(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     stated = dict(properties)
     for name, value in properties.items():
         if isinstance(value, Mapping):
-            inner = {"additionalProperties": {}} if value.get("type") == "object" else {}
             described = {**_in_full(value), "description": value.get("description") or ""}
-            stated[name] = {**inner, **described}
+            is_object = value.get("type") == "object"
+            stated[name] = {"additionalProperties": {}, **described} if is_object else described
     return {**schema, "properties": stated}
 
 

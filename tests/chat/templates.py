@@ -191,6 +191,13 @@ GEMMA4 = """\
 {%- endfor %}
 {%- if add_generation_prompt and not ns.answered %}{{- '<|start|>model\\n' }}{%- endif %}
 """
+# The same, but takes results only in the message of their calls, and other roles as they are.
+GEMMA4_RESPONSES = (
+    GEMMA4.replace("{%- if message.role == 'tool' %}{% continue %}{% endif %}", "")
+    .replace("for result in messages[loop.index:]", "for result in message.tool_responses or []")
+    .replace("{%- if result.role != 'tool' %}{% break %}{% endif %}", "")
+    .replace("result.content", "result.response")
+)
 # Takes reasoning as a part of the content.
 MINISTRAL = """\
 {{- bos_token }}
@@ -359,6 +366,7 @@ ALL_TEMPLATES = {
     "deepseek-r1": DEEPSEEK_R1,
     "lfm2": LFM2,
     "gemma4": GEMMA4,
+    "gemma4 responses": GEMMA4_RESPONSES,
     "ministral": MINISTRAL,
     "command-a": COMMAND_A,
     "command-a-reasoning": COMMAND_A_REASONING,
@@ -368,6 +376,11 @@ ALL_TEMPLATES = {
     "phi4-mini": PHI4_MINI,
     "olmo3": OLMO3,
 }
+_GEMMA4_CONTROLS = tuple(
+    f"<{start}{part}{end}>"
+    for part in ("tool", "tool_call", "tool_response", "channel")
+    for start, end in (("|", ""), ("", "|"))
+)
 # The control tokens that only one model has.
 OWN_CONTROLS = {
     "phi4-mini": (
@@ -388,11 +401,8 @@ OWN_CONTROLS = {
         for part in ("list", "call", "response")
         for place in ("start", "end")
     ),
-    "gemma4": tuple(
-        f"<{start}{part}{end}>"
-        for part in ("tool", "tool_call", "tool_response", "channel")
-        for start, end in (("|", ""), ("", "|"))
-    ),
+    "gemma4": _GEMMA4_CONTROLS,
+    "gemma4 responses": _GEMMA4_CONTROLS,
 }
 
 

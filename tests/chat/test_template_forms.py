@@ -23,6 +23,7 @@ from tests.chat.templates import (
     COMMAND_A_REASONING,
     COMMAND_R_PLUS,
     GEMMA4,
+    GEMMA4_RESPONSES,
     GLM4,
     GRANITE3,
     MINISTRAL,
@@ -59,9 +60,13 @@ def rendered(renderer: ChatRenderer, *messages: Message, **options: bool) -> Ren
     return renderer.render(Chat(messages, (WEATHER,)), RenderOptions(**options))
 
 
-def test_a_text_beside_a_call_is_in_its_turn(renderer_of: Callable[..., ChatRenderer]) -> None:
+@pytest.mark.parametrize("template", [GEMMA4, GEMMA4_RESPONSES])
+def test_a_text_beside_a_call_is_in_its_turn(
+    renderer_of: Callable[..., ChatRenderer], template: str
+) -> None:
     """The template has no place for the text before a call, and joins turns of the model."""
-    renderer = renderer_of(GEMMA4, *OWN_CONTROLS["gemma4"])
+    renderer = renderer_of(template, *OWN_CONTROLS["gemma4"])
+    assert renderer.traits.results_in_call == (template == GEMMA4_RESPONSES)
     said = "I look <|stop|><tool_call|>.\n"
     messages = (user("Weather?"), assistant(ReasoningPart("Hm."), said, CALL), RESULT)
     again = assistant("And", ToolCall("call_1", "weather", {"city": "Kiel"}))

@@ -190,11 +190,12 @@ def test_what_comes_before_calls_and_texts_is_in_the_tokens_that_the_model_sampl
     assert prompt.written_back == 1
 
 
+@pytest.mark.parametrize("template", ["gemma4", "gemma4 responses"])
 def test_answers_that_go_on_with_the_turn_of_a_call_are_in_the_tokens_that_the_model_sampled(
-    renderers: dict[str, ChatRenderer],
+    renderers: dict[str, ChatRenderer], template: str
 ) -> None:
     """The template opens no turn behind results, and writes a line more behind reasoning."""
-    conversation = Conversation(renderers["gemma4"], WrittenAnswers())
+    conversation = Conversation(renderers[template], WrittenAnswers())
     conversation.ask("Weather?")
     for number in range(3):
         thought = f"<|channel>thought\nHm {number}.<channel|>"
