@@ -39,7 +39,8 @@ _ANTHROPIC_TYPES = {
 class ApiError(Exception):
     """An error response. error_type: OpenAI's `type`; param: the invalid field; extra: others.
 
-    closes: whether the connection is closed, since it is unclear where the request ends.
+    closes: whether the connection is closed, since it is unclear where the request ends. details:
+    for programs, in Anthropic's form.
     """
 
     status: int
@@ -50,6 +51,7 @@ class ApiError(Exception):
     retry_after: float | None = None  # seconds
     extra: Mapping[str, Any] | None = None
     closes: bool = False
+    details: Mapping[str, Any] | None = None
 
     def openai_body(self) -> dict[str, Any]:
         """Return OpenAI's form of the body. `code` defaults to the status, as in llama.cpp."""
@@ -63,7 +65,8 @@ class ApiError(Exception):
         if "n_prompt_tokens" in extra:
             limit = min(extra["n_ctx"], extra["n_prompt_tokens"] - 1)  # room for one token more
             message = f"prompt is too long: {extra['n_prompt_tokens']} tokens > {limit} maximum"
-        return {"type": "error", "error": {"type": error_type, "message": message}}
+        details = {} if self.details is None else {"details": dict(self.details)}
+        return {"type": "error", "error": {"type": error_type, "message": message, **details}}
 
     def ollama_body(self) -> dict[str, Any]:
         return {"error": self.message}

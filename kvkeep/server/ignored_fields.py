@@ -72,17 +72,26 @@ _NEUTRAL_VALUES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class FieldRules:
-    """The unsupported fields of an API. harmless: beside those of all APIs. refused: reasons."""
+    """The unsupported fields of an API. harmless: beside those of all APIs. refused: reasons.
+
+    details: of the errors of refused fields, as of `ApiError`.
+    """
 
     harmless: Collection[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def check(self, body: RequestBody, notices: Notices) -> None:
         """Name a request's ignored fields. Raises ApiError for one that is refused."""
         for name, reason in self.refused.items():
             if _asks_for_something(name, getattr(body, name, None)):
                 message = f"{name} is not supported: {reason}"
-                raise ApiError(400, message, code="unsupported_parameter", param=name)
+                raise ApiError(
+                    *(400, message),
+                    code="unsupported_parameter",
+                    param=name,
+                    details=self.details.get(name),
+                )
         notices.ignore(*self.ignored(body))
 
     def ignored(self, body: RequestBody) -> list[str]:

@@ -86,17 +86,21 @@ def serving(
 class ScriptedServer(RunningServer):
     """A server whose model writes given answers, and has the default model's text."""
 
-    def __init__(self, url: str, service: Service, answers: list[str]):
+    def __init__(
+        self, url: str, service: Service, answers: list[str], prompts: list[str] | None = None
+    ):
         super().__init__(url, service)
-        self._answers = answers
+        self._answers, self.prompts = answers, [] if prompts is None else prompts
 
     def write(self, *texts: str, output_format: str = "hermes") -> None:
         """From now on, make each generation write the next of the texts, again and again.
 
-        output_format: that the model is taken to write. Its markers are plain text.
+        output_format: that the model is taken to write. Its markers are plain text. `prompts` are
+        those of the generations since then.
         """
         self.service.model.renderer.choose_output_format(output_format)
         self._answers[:] = texts
+        self.prompts.clear()
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +108,16 @@ def scripted(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Run one scripted server for a module."""
     model = model_with_text_of(tmp_path_factory.mktemp("model"), smollm2.text.folder)
     answers: list[str] = []
+    prompts: list[str] = []
 
     def next_answer(prompt: str) -> str:
+        prompts.append(prompt)
         answers.append(answers.pop(0))
         return answers[-1]
 
     engine = ScriptedEngine(model, next_answer, settings={"max_kv_size": 2048})
     with serving(engine) as running:
-        yield ScriptedServer(running.url, running.service, answers)
+        yield ScriptedServer(running.url, running.service, answers, prompts)
 
 
 @pytest.fixture(scope="module")

@@ -207,15 +207,79 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
         "tools": [search],
         "metadata": {"user_id": "a"},
         "context_management": {"edits": []},
-        "container": "c",
+        "fallbacks": [{"model": "b"}],
     }
     response = httpx.post(f"{server.url}/v1/messages?beta=true", json=body)
     assert response.status_code == 200, response.text
     ignored = response.headers["x-kvkeep-ignored"]
-    assert "container" in ignored
+    assert "fallbacks" in ignored
     assert "context_management" not in ignored
     assert "web_search_20250305" in ignored
     assert "metadata" not in ignored
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thread": {"type": "create"}},
+        {"thread": {"type": "continue", "previous_message_id": "msg_1"}},
+        {"mcp_servers": [{"type": "url", "name": "a", "url": "http://127.0.0.1:1"}]},
+        {"container": {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}},
+    ],
+    ids=repr,
+)
+def test_what_would_make_another_answer_is_refused(
+    server: RunningServer, fields: dict[str, Any], streamed: bool
+) -> None:
+    body = {"model": "a", "messages": QUESTION, "max_tokens": 2, "stream": streamed, **fields}
+    response = httpx.post(f"{server.url}/v1/messages", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    (name,) = fields
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{name} is not supported: ")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert error.get("details") == (details if name == "thread" else None)
+    nulls = httpx.post(f"{server.url}/v1/messages", json={**body, name: None})
+    assert nulls.status_code == 200
+
+
+def test_a_count_refuses_what_would_make_another_prompt(server: RunningServer) -> None:
+    url, body = f"{server.url}/v1/messages/count_tokens", {"model": "a", "messages": QUESTION}
+    count = httpx.post(url, json=body).json()
+    more = {"compaction": {"type": "summarize"}, "max_tokens": 5, "speed": "fast"}
+    response = httpx.post(url, json={**body, **more})
+    assert response.json() == count
+    assert "x-kvkeep-ignored" not in response.headers
+    for name in ("thread", "mcp_servers"):
+        refused = httpx.post(url, json={**body, name: {"type": "create"}})
+        assert refused.status_code == 400
+        assert name in refused.json()["error"]["message"]
+
+
+def test_a_tool_runner_sends_its_whole_history(scripted: ScriptedServer) -> None:
+    """It continues a thread by default, and sends all messages where there are no threads."""
+    client = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return f"Sun in {city}."
+
+    scripted.write(call, "It is sunny.")
+    runner = client.beta.messages.tool_runner(
+        model="a",
+        max_tokens=100,
+        system="You are Zorbulon.",
+        tools=[get_weather],
+        messages=QUESTION,
+    )
+    assert runner.until_done().content[0].text == "It is sunny."
+    _, prompt = scripted.prompts
+    for part in ("You are Zorbulon.", "get_weather", QUESTION[0]["content"], "Sun in Oslo."):
+        assert part in prompt
 
 
 def test_usage_counts_what_was_reused(client: anthropic.Anthropic) -> None:

@@ -16,7 +16,12 @@ from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillPr
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
-from kvkeep.server.anthropic.request import MESSAGES_RULES, CountTokensRequest, MessagesRequest
+from kvkeep.server.anthropic.request import (
+    COUNT_RULES,
+    MESSAGES_RULES,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input, is_cut_off
 from kvkeep.server.errors import ApiError
@@ -179,6 +184,8 @@ class _AnswerReader:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of a prompt, including those of the chat template."""
+    COUNT_RULES.check(body, context.notices)
+    context.notices.ignore(*body.ignored_values)
     prompt, edited = await _edited_input(body, context)
     count = {"input_tokens": len(prompt.ids)}
     if not edited:

@@ -23,18 +23,38 @@ from kvkeep.server.limits import (
 )
 from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
-MESSAGES_RULES = FieldRules(
-    harmless=[
-        "betas",
-        "billing_policy",
-        "diagnostics",
-        "inference_geo",
-        "speed",
-        "thinking.display",
-        "user_profile_id",
-        "workspace_id",
-    ]
+_HARMLESS = (
+    "betas",
+    "billing_policy",
+    "diagnostics",
+    "inference_geo",
+    "speed",
+    "thinking.display",
+    "user_profile_id",
+    "workspace_id",
 )
+# Without these fields the prompt would be another one.
+_REFUSED_PROMPTS = {
+    "thread": "the server holds no threads; leave it out, and send the whole conversation",
+    "mcp_servers": "the server connects to no others; connect the client to them, and send tools",
+}
+# Clients that read this send the whole conversation instead.
+_THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+_REFUSED_DETAILS = {"thread": _THREAD_DETAILS}
+MESSAGES_RULES = FieldRules(
+    _HARMLESS,
+    {
+        **_REFUSED_PROMPTS,
+        "compaction": "the server writes no summaries; leave it out",
+        "container": "the server runs no code; leave it out, and send tools",
+    },
+    _REFUSED_DETAILS,
+)
+_ANSWER_FIELDS = (
+    *("compaction", "container", "max_tokens", "stop_sequences", "stream"),
+    *("temperature", "top_k", "top_p"),
+)
+COUNT_RULES = FieldRules((*_HARMLESS, *_ANSWER_FIELDS), _REFUSED_PROMPTS, _REFUSED_DETAILS)
 # Efforts beyond those that templates know.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 # Whether the model thinks; None where it decides, as with other types, which are ignored.

@@ -65,10 +65,16 @@ def parsed() -> None:
 
 
 def tool_runner() -> None:
-    runner = client.beta.messages.tool_runner(
-        messages=MESSAGES, tools=[beta_tool(get_weather)], max_iterations=2, **LIMITS
+    """Run the tool of the first answer: the second prompt has all that was before, and the result.
+
+    The runner continues a thread of messages where the server has threads.
+    """
+    options = {"tools": [beta_tool(get_weather)], "tool_choice": {"type": "any"}, **LIMITS}
+    runner = client.beta.messages.tool_runner(messages=MESSAGES, max_iterations=2, **options)
+    first, second = (
+        message.usage.input_tokens + message.usage.cache_read_input_tokens for message in runner
     )
-    assert runner.until_done().content
+    assert second > first
 
 
 def counted() -> None:
