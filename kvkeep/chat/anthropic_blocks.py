@@ -1,14 +1,22 @@
 """Content blocks of Anthropic's API, and the parts of a message that they become.
 
 Every block that a hosted client can send back has a meaning here: those of server tools are calls
-and results as those of other tools, and content that no text model takes is a placeholder.
+and results as those of other tools, content that no text model takes is a placeholder, and what
+only the hosted API can read is left out.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
+from kvkeep.chat.anthropic_tool_changes import (
+    CHANGE_TYPES,
+    ToolChange,
+    changes_text,
+    parse_change,
+    tool_line,
+)
 from kvkeep.chat.fields import optional_mapping, optional_text, require_remote_url
 from kvkeep.chat.messages import (
     MediaPart,
@@ -29,32 +37,74 @@ from kvkeep.errors import InvalidArgument
 _OPAQUE_FIELDS = frozenset(
     ("cache_control", "citations", "data", "encrypted_content", "encrypted_index", "signature")
 )
+# Blocks of an answer that say nothing to a model.
+_SILENT_TYPES = ("redacted_thinking", "fallback", "mcp_tool_listing")
+_CONTENT_TYPES = (
+    *("text", "image", "document", "search_result", "tool_reference", "container_upload"),
+    *("compaction", "thinking"),
+)
+_KNOWN_TYPES = frozenset((*_CONTENT_TYPES, *_SILENT_TYPES, *CHANGE_TYPES))
+_RESULT_TYPES = ("tool_result", "mcp_tool_result")  # with content as of messages
 _ToolsByName = Mapping[str, Tool]
 
 
-def parse_blocks(content: Any, where: str, tools: _ToolsByName) -> list[Part]:
+def unknown_types(content: Any) -> Iterator[str]:
+    """Yield the types of blocks, those of results included, that have no meaning here."""
+    for block in content if isinstance(content, list) else ():
+        block_type = optional_mapping(block).get("type")
+        if not isinstance(block_type, str):
+            continue
+        if block_type.endswith("tool_result"):
+            if block_type in _RESULT_TYPES:
+                yield from unknown_types(block.get("content"))
+        elif not block_type.endswith("tool_use") and block_type not in _KNOWN_TYPES:
+            yield block_type
+
+
+def parse_blocks(
+    content: Any, where: str, tools: _ToolsByName, is_answer: bool = False
+) -> list[Part]:
     """Return the parts of a message's content: a text, or a list of blocks.
 
-    where: names the content in errors. tools: those that a `tool_reference` can refer to. Raises
-    InvalidArgument for what is no content.
+    where: names the content in errors. tools: those that a `tool_reference` can refer to.
+    is_answer: whether a model wrote it; blocks of unknown types are then none of its words, and are
+    left out. Raises InvalidArgument for what is no content.
     """
     parts: list[Part] = []
+    changes: list[ToolChange] = []  # that are not described yet
     for index, block in enumerate(_block_list(content, where)):
         block_where = f"{where}[{index}]"
         block_type = _block_type(block, block_where)
+        if block_type in CHANGE_TYPES:
+            change = parse_change(block, block_where)
+            changes += [change] if change else []
+            continue
+        parts += _described(changes, parts, tools)
+        changes = []
         if block_type == "thinking":
             parts.append(ReasoningPart(optional_text(block, "thinking", block_where)))
-        elif block_type == "redacted_thinking":
-            continue  # it has no text
+        elif block_type in _SILENT_TYPES:
+            continue
         elif block_type.endswith("tool_use"):
             name = optional_text(block, "name", block_where) or block_type.removesuffix("_tool_use")
             call_id = optional_text(block, "id", block_where)
             parts.append(ToolCall(call_id, name, parse_argument_value(block.get("input"))))
         elif block_type.endswith("tool_result"):
             parts.append(_tool_result(block, block_where, tools))
-        else:
+        elif not is_answer or block_type in _KNOWN_TYPES:
             parts += _content_parts(block, block_where, tools)
-    return parts
+    return [*parts, *_described(changes, parts, tools)]
+
+
+def _described(
+    changes: Sequence[ToolChange], before: Sequence[Part], tools: _ToolsByName
+) -> list[TextPart]:
+    """Return changes of tools as a text in lines of its own. before: the parts before it."""
+    if not changes:
+        return []
+    last = before[-1] if before else None
+    start = "\n" if isinstance(last, TextPart) and not last.text.endswith("\n") else ""
+    return [TextPart(start + changes_text(changes, tools))]
 
 
 def parse_content(
@@ -184,13 +234,12 @@ def _reference_text(name: str, tools: _ToolsByName) -> str:
     tool = tools.get(name)
     if tool is None:
         return f"{name}\n"
-    definition = {"name": name, "description": tool.description, "parameters": tool.parameters}
-    return json.dumps(definition, ensure_ascii=False) + "\n"
+    return tool_line(tool) + "\n"
 
 
 def _tool_result(block: Mapping[str, Any], where: str, tools: _ToolsByName) -> ToolResult:
     call_id, content = optional_text(block, "tool_use_id", where), block.get("content")
-    if block["type"] in ("tool_result", "mcp_tool_result"):
+    if block["type"] in _RESULT_TYPES:
         parts = parse_content(content, f"{where}.content", tools)
         return ToolResult(call_id, parts, is_error=bool(block.get("is_error")))
     texts = [text for item in _items(content) if (text := _server_result_text(item, tools))]

@@ -5,10 +5,12 @@ allowed tools it can name only one.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from kvkeep.chat.anthropic_blocks import format_parts, parse_blocks
+from kvkeep.chat.anthropic_tool_changes import changed_tools
 from kvkeep.chat.anthropic_tools import format_choice, format_tool, parse_choice, parse_tools
 from kvkeep.chat.fields import optional_mapping
 from kvkeep.chat.messages import (
@@ -35,17 +37,20 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
 
     Tools that only the hosted API can run are left out: see `hosted_tools`. Raises InvalidArgument.
     """
-    tools = parse_tools(body.get("tools"))
+    entries = body.get("messages")
+    tools, removed = changed_tools(parse_tools(body.get("tools")), entries)
     tools_by_name = {tool.name: tool for tool in tools}
     messages = list[Message]()
     if system := body.get("system"):
         messages.append(Message("system", tuple(parse_blocks(system, "system", tools_by_name))))
-    entries = body.get("messages")
     if not isinstance(entries, list) or not entries:
         raise InvalidArgument(f"messages must be a list of messages; found {entries!r:.100}")
     for index, entry in enumerate(entries):
         messages += _parse_message(entry, f"messages[{index}]", tools_by_name)
-    choice = parse_choice(body.get("tool_choice"), body.get("tools"), tools)
+    available = tuple(tool for tool in tools if tool.name not in removed)
+    choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
+    if len(available) < len(tools) and choice.mode != "none" and choice.names is None:
+        choice = replace(choice, names=tuple(tool.name for tool in available))
     return Chat(normalized(messages), tools, choice)
 
 
@@ -86,7 +91,10 @@ def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Me
     role = optional_mapping(entry).get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
-    parts = parse_blocks(entry.get("content"), f"{where}.content", tools)
+    content, is_answer = entry.get("content"), role == "assistant"
+    parts = parse_blocks(content, f"{where}.content", tools, is_answer)
+    if role == "system" and not parts and isinstance(content, list) and content:
+        return []  # such as a change of a tool that only the hosted API can run
     if role == "user":  # results belong to the calls of the message before
         parts.sort(key=lambda part: not isinstance(part, ToolResult))
     runs = groupby(parts, key=lambda part: _part_role(part, role))

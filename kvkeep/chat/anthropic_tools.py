@@ -75,13 +75,13 @@ def parse_tools(entries: Any) -> tuple[Tool, ...]:
     return tuple(
         _parse_tool(entry, f"tools[{index}]", deferring)
         for index, entry in enumerate(entries or ())
-        if not _is_hosted(entry)
+        if not is_hosted(entry)
     )
 
 
 def hosted_tools(entries: Any) -> list[Mapping[str, Any]]:
     """Return the tools that only Anthropic's servers can run."""
-    return [entry for entry in optional_list(entries, "tools") if _is_hosted(entry)]
+    return [entry for entry in optional_list(entries, "tools") if is_hosted(entry)]
 
 
 def allows_parallel_calls(tool_choice: Any) -> bool:
@@ -96,10 +96,16 @@ def _client_tool(entry: Any) -> Tool | None:
     return next(tools, None)
 
 
-def _is_hosted(entry: Any) -> bool:
+def is_hosted(entry: Any) -> bool:
+    """Whether only Anthropic's servers can run a tool."""
     kind = optional_mapping(entry).get("type")
     is_own = kind in ("custom", "function") or _client_tool(entry) is not None
     return isinstance(kind, str) and not is_own
+
+
+def parse_definition(entry: Any, where: str) -> Tool | None:
+    """Return one tool that the client runs; None for a hosted one. Raises InvalidArgument."""
+    return None if is_hosted(entry) else _parse_tool(entry, where, deferring=False)
 
 
 def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:

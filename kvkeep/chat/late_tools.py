@@ -15,7 +15,7 @@ from hashlib import blake2b
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool, normalized
 from kvkeep.chat.tool_schemas import function_fields
 
-_HEADING = "From here on these functions can be called, too:"
+HEADING = "From here on these functions can be called, too:"
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def _placed(chat: Chat, history: _ToolHistory) -> Chat:
 
 def _description(tools: Sequence[Tool]) -> str:
     lines = (json.dumps(function_fields(tool), ensure_ascii=False) for tool in tools)
-    return "\n".join([_HEADING, *lines])
+    return "\n".join([HEADING, *lines])

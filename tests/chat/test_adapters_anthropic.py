@@ -9,6 +9,7 @@ from chat.chats import JSON_VALUES, chats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep.chat.anthropic_blocks import unknown_types
 from kvkeep.chat.anthropic_messages import (
     format_chat,
     format_output,
@@ -166,6 +167,24 @@ def test_other_blocks_are_inlined_or_placeholders(block: dict[str, Any], part: A
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     (message,) = parsed({"role": "user", "content": [result]})
     assert message.results[0].content == (part,)
+
+
+@pytest.mark.parametrize("kind", ["fallback", "mcp_tool_listing", "of_next_year"])
+def test_what_only_the_hosted_api_reads_is_none_of_the_models_words(kind: str) -> None:
+    text = {"type": "text", "text": "Hello"}
+    blocks = [{"type": kind, "x": 1}, text]
+    assert parsed({"role": "assistant", "content": blocks}) == (
+        Message("assistant", (TextPart("Hello"),)),
+    )
+
+
+def test_unknown_types_of_blocks_are_found_also_in_results() -> None:
+    block, known = {"type": "of_next_year"}, {"type": "text", "text": "a"}
+    nested = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "hologram"}, known]}
+    search = {"type": "web_search_tool_result", "content": [{"type": "web_search_result"}]}
+    silent = [{"type": "fallback"}, {"type": "thinking"}, {"type": "server_tool_use"}, {"text": ""}]
+    assert list(unknown_types([block, nested, search, *silent])) == ["of_next_year", "hologram"]
+    assert not list(unknown_types("text"))
 
 
 def test_a_tool_reference_is_the_deferred_tools_definition() -> None:

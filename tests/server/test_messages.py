@@ -209,12 +209,21 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
         "context_management": {"edits": []},
         "fallbacks": [{"model": "b"}],
     }
+    blocks = [{"type": "of_next_year"}, {"type": "text", "text": "Hi"}]
+    added = {"type": "tool_definition", "definition": {**search, "type": "web_fetch_20250910"}}
+    changes = [{"type": "tool_addition", "tool": added}]
+    body["messages"] = [
+        {"role": "user", "content": blocks},
+        {"role": "system", "content": changes},
+    ]
     response = httpx.post(f"{server.url}/v1/messages?beta=true", json=body)
     assert response.status_code == 200, response.text
     ignored = response.headers["x-kvkeep-ignored"]
     assert "fallbacks" in ignored
     assert "context_management" not in ignored
     assert "web_search_20250305" in ignored
+    assert "web_fetch_20250910" in ignored
+    assert "messages.content.of_next_year" in ignored
     assert "metadata" not in ignored
 
 
@@ -256,30 +265,6 @@ def test_a_count_refuses_what_would_make_another_prompt(server: RunningServer) -
         refused = httpx.post(url, json={**body, name: {"type": "create"}})
         assert refused.status_code == 400
         assert name in refused.json()["error"]["message"]
-
-
-def test_a_tool_runner_sends_its_whole_history(scripted: ScriptedServer) -> None:
-    """It continues a thread by default, and sends all messages where there are no threads."""
-    client = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
-    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-
-    @anthropic.beta_tool
-    def get_weather(city: str) -> str:
-        """The weather in a city."""
-        return f"Sun in {city}."
-
-    scripted.write(call, "It is sunny.")
-    runner = client.beta.messages.tool_runner(
-        model="a",
-        max_tokens=100,
-        system="You are Zorbulon.",
-        tools=[get_weather],
-        messages=QUESTION,
-    )
-    assert runner.until_done().content[0].text == "It is sunny."
-    _, prompt = scripted.prompts
-    for part in ("You are Zorbulon.", "get_weather", QUESTION[0]["content"], "Sun in Oslo."):
-        assert part in prompt
 
 
 def test_usage_counts_what_was_reused(client: anthropic.Anthropic) -> None:

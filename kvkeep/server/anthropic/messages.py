@@ -44,7 +44,6 @@ _STOP_REASONS = {
 async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
     MESSAGES_RULES.check(body, context.notices)
-    context.notices.ignore(*body.ignored_values)
     prompt, edited = await _edited_input(body, context)
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.max_tokens)
@@ -133,6 +132,7 @@ async def _edited_input(
     The field is only there if the request has `context_management`.
     """
     chat, options = await to_thread(body.chat), body.render_options()
+    context.notices.ignore(*await to_thread(lambda: body.ignored_values))
     edits, unknown = parse_edits(body.context_management)
     context.notices.ignore(*(f"context_management.edits.{name}" for name in unknown))
     applied: list[dict[str, Any]] = []
@@ -185,7 +185,6 @@ class _AnswerReader:
 async def count_tokens(body: CountTokensRequest, context: ContextDep) -> dict[str, Any]:
     """Count the tokens of a prompt, including those of the chat template."""
     COUNT_RULES.check(body, context.notices)
-    context.notices.ignore(*body.ignored_values)
     prompt, edited = await _edited_input(body, context)
     count = {"input_tokens": len(prompt.ids)}
     if not edited:

@@ -1,11 +1,14 @@
 """Bodies of requests of Anthropic's API."""
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvkeep.chat.anthropic_blocks import unknown_types
 from kvkeep.chat.anthropic_messages import parse_chat
+from kvkeep.chat.anthropic_tool_changes import hosted_changes
 from kvkeep.chat.anthropic_tools import hosted_tools
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
@@ -127,10 +130,17 @@ class CountTokensRequest(RequestBody):
 
     @property
     def ignored_values(self) -> list[str]:
-        """The types of tools that only the hosted API can run, and an unknown type of thinking."""
-        kinds = [str(tool["type"]) for tool in hosted_tools(self.tools)]
+        """The types of tools that only the hosted API can run, and of unknown blocks and thinking.
+
+        It looks at each block of the conversation.
+        """
+        names = [str(tool["type"]) for tool in hosted_tools(self.tools)]
+        names += hosted_changes(self.messages)
+        contents = (message.get("content") for message in self.messages)
+        types = chain.from_iterable(map(unknown_types, (self.system, *contents)))
+        names += (f"messages.content.{name}" for name in dict.fromkeys(types))
         is_known = self.thinking is None or self.thinking.type in _THINKING_TYPES
-        return kinds if is_known else [*kinds, "thinking.type"]
+        return names if is_known else [*names, "thinking.type"]
 
 
 class MessagesRequest(CountTokensRequest, OwnFields):

@@ -1,0 +1,122 @@
+"""Tools that are added and removed within a conversation of Anthropic's API."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kvkeep.chat.anthropic_messages import parse_chat
+from kvkeep.chat.anthropic_tool_changes import last_changes
+from kvkeep.chat.messages import Chat, Message, TextPart, ToolChoice
+from kvkeep.errors import InvalidArgument
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
+TIME = {"name": "time", "description": "The time.", "input_schema": SCHEMA}
+TIME_LINE = json.dumps({"name": "time", "description": "The time.", "parameters": SCHEMA})
+ADDED = "From here on these functions can be called, too:"
+REMOVED = "From here on these functions can no longer be called:"
+QUESTION = {"role": "user", "content": "Hi"}
+
+
+def added(definition: Any) -> dict[str, Any]:
+    return {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+
+
+def referred(kind: str, name: str) -> dict[str, Any]:
+    return {"type": kind, "tool": {"type": "tool_reference", "name": name}}
+
+
+def chat_of(*blocks: dict[str, Any], **fields: Any) -> Chat:
+    """A conversation with a question, and a system message of these blocks behind it."""
+    later = {"role": "system", "content": list(blocks)}
+    return parse_chat({"messages": [QUESTION, later], "tools": [WEATHER], **fields})
+
+
+def callable_names(chat: Chat) -> list[str]:
+    return [tool.name for tool in chat.callable_tools]
+
+
+def test_an_added_tool_is_described_in_its_place_and_can_be_called() -> None:
+    chat = chat_of(added(TIME))
+    text = TextPart(f"{ADDED}\n{TIME_LINE}\n")
+    assert chat.messages == (Message("user", (TextPart("Hi"),)), Message("system", (text,)))
+    assert callable_names(chat) == ["weather", "time"]
+    assert [tool.deferred for tool in chat.tools] == [False, True]  # the beginning is unchanged
+    assert chat.choice == ToolChoice()
+    required = chat_of(added(TIME), tool_choice={"type": "tool", "name": "time"})
+    assert callable_names(required) == ["time"]
+
+
+def test_neighbouring_changes_have_one_heading() -> None:
+    chat = chat_of(
+        {"type": "text", "text": "Note:"},
+        added(TIME),
+        added({**TIME, "name": "clock"}),
+        referred("tool_removal", "weather"),
+        {"type": "text", "text": "Done."},
+    )
+    clock = TIME_LINE.replace('"time"', '"clock"')
+    expected = f"Note:\n{ADDED}\n{TIME_LINE}\n{clock}\n{REMOVED}\nweather\nDone."
+    assert chat.messages[-1].text == expected
+
+
+def test_a_reference_is_the_tools_definition() -> None:
+    deferred = {**TIME, "defer_loading": True}
+    chat = chat_of(referred("tool_addition", "time"), tools=[WEATHER, deferred])
+    assert chat.messages[-1].text == f"{ADDED}\n{TIME_LINE}\n"
+    assert callable_names(chat) == ["weather", "time"]
+    assert chat_of(referred("tool_addition", "gone")).messages[-1].text == f"{ADDED}\ngone\n"
+
+
+def test_a_removed_tool_stays_described_and_cannot_be_called() -> None:
+    chat = chat_of(added(TIME), referred("tool_removal", "weather"))
+    assert [tool.name for tool in chat.tools] == ["weather", "time"]
+    assert chat.choice == ToolChoice("auto", ("time",))
+    again = chat_of(referred("tool_removal", "weather"), referred("tool_addition", "weather"))
+    assert callable_names(again) == ["weather"]
+    none = chat_of(referred("tool_removal", "weather"))
+    assert callable_names(none) == []
+    assert chat_of(
+        added(TIME), referred("tool_removal", "weather"), tool_choice={"type": "any"}
+    ).choice == ToolChoice("required", ("time",))
+    with pytest.raises(InvalidArgument, match="no such tool"):
+        chat_of(
+            referred("tool_removal", "weather"), tool_choice={"type": "tool", "name": "weather"}
+        )
+
+
+def test_a_tool_that_is_defined_again_has_its_newest_definition() -> None:
+    chat = chat_of(added({**WEATHER, "description": "New."}))
+    assert [(tool.name, tool.description, tool.deferred) for tool in chat.tools] == [
+        ("weather", "New.", False)
+    ]
+
+
+def test_tools_that_the_hosted_api_runs_are_left_out() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    toolset = {"type": "mcp_toolset_reference", "server_name": "a"}
+    chat = chat_of(added(search), {"type": "tool_addition", "tool": toolset})
+    assert chat.messages == (Message("user", (TextPart("Hi"),)),)
+    assert callable_names(chat) == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("block", "place"),
+    [
+        ({"type": "tool_addition"}, r"messages\[1\]\.content\[0\]\.tool must be"),
+        (added({"name": "no good name"}), r"content\[0\]\.tool\.definition\.name"),
+        (referred("tool_removal", 5), r"content\[0\]\.tool\.name"),  # type: ignore[arg-type]
+    ],
+    ids=repr,
+)
+def test_malformed_changes_are_refused(block: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidArgument, match=place):
+        chat_of(block)
+
+
+def test_the_last_change_of_each_tool_counts() -> None:
+    removal = referred("tool_removal", "weather")
+    blocks = [removal, added(TIME), referred("tool_addition", "weather"), removal]
+    message = {"role": "system", "content": blocks}
+    assert last_changes([QUESTION, message]) == [added(TIME), removal]
