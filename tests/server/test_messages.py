@@ -295,6 +295,12 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(
         assert output.stop_reason == "model_context_window_exceeded"
 
 
+def test_the_model_is_listed_with_what_the_client_requires(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.lifecycle, model.type) == ("smollm2", "active", "model")
+    assert model.max_input_tokens == 2048
+
+
 def test_errors_are_raised_as_the_clients_own_types(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="role"):
         create_message(client, [{"role": "robot", "content": "a"}])

@@ -48,6 +48,7 @@ def _entry(service: Service) -> dict[str, Any]:
         "created": service.created,
         "created_at": datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "owned_by": "kvkeep",
+        "lifecycle": "active",
         **dict.fromkeys(length_names, context_size),
         "meta": {
             "vocab_size": spec.vocab_size,
