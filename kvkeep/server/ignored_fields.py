@@ -31,6 +31,7 @@ _HARMLESS = frozenset(
         "user",
     ]
 )
+_OPTIONS = "options."  # the beginning of the paths of Ollama's options
 # Values that ask for nothing beyond what is done without the field.
 _NEUTRAL_VALUES: Mapping[str, Any] = {
     "add_special_tokens": True,
@@ -46,13 +47,17 @@ _NEUTRAL_VALUES: Mapping[str, Any] = {
     "min_keep": 0,
     "min_tokens": 0,
     "mirostat": 0,
+    "mirostat_eta": 0.1,
+    "mirostat_tau": 5,
     "modalities": ["text"],
     "n": 1,
     "n_discard": 0,
     "n_keep": 0,
     "n_predict": -1,
+    "num_keep": 4,
     "parallel_tool_calls": True,
     "parse_tool_calls": True,
+    "penalize_newline": True,
     "post_sampling_probs": False,
     "repetition_penalty": 1,
     "skip_special_tokens": True,
@@ -136,4 +141,5 @@ def _unknown_fields(body: RequestBody, prefix: str = "") -> Iterator[tuple[str, 
 def _asks_for_something(name: str, value: Any) -> bool:
     if value is None or value in ("", [], {}):
         return False
+    name = name.removeprefix(_OPTIONS)
     return name not in _NEUTRAL_VALUES or bool(value != _NEUTRAL_VALUES[name])

@@ -14,6 +14,7 @@ from kvkeep.chat.output import CallStarted
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
 from kvkeep.server.ollama.answers import AnswerFormat
+from kvkeep.server.ollama.request import OllamaChatRequest
 
 QUESTION = {"role": "user", "content": "What is the capital of France? One word."}
 GREEDY = {"temperature": 0, "num_predict": 12}
@@ -169,6 +170,36 @@ def test_what_is_ignored_is_named(server: RunningServer) -> None:
     response = post(server, "chat", messages=[QUESTION], options=options, stream=False, odd=1)
     assert response.headers["x-kvkeep-ignored"] == "odd, options.mirostat"
     assert "x-kvkeep-ignored" not in post(server, "chat", messages=[QUESTION]).headers
+
+
+def test_options_that_ask_for_nothing_are_not_named(server: RunningServer) -> None:
+    neutral = {
+        "num_keep": 4,
+        "penalize_newline": True,
+        "typical_p": 1.0,
+        "tfs_z": 1.0,
+        "mirostat": 0,
+        "mirostat_eta": 0.1,
+        "mirostat_tau": 5.0,
+    }
+    for name, value in (*neutral.items(), ("num_keep", None)):
+        response = post(server, "chat", messages=[QUESTION], options={**GREEDY, name: value})
+        assert "x-kvkeep-ignored" not in response.headers, name
+    others = {**neutral, "num_keep": 24, "penalize_newline": False, "typical_p": 0.5}
+    response = post(server, "chat", messages=[QUESTION], options={**GREEDY, **others})
+    ignored = response.headers["x-kvkeep-ignored"].split(", ")
+    assert sorted(ignored) == ["options.num_keep", "options.penalize_newline", "options.typical_p"]
+
+
+@pytest.mark.parametrize(
+    ("think", "effort", "enabled"),
+    [("max", "high", True), ("high", "high", True), ("low", "low", True), (False, None, False)],
+)
+def test_the_greatest_effort_is_the_greatest_that_templates_know(
+    think: bool | str, effort: str | None, enabled: bool
+) -> None:
+    options = OllamaChatRequest(think=think).render_options()
+    assert (options.reasoning_effort, options.enable_thinking) == (effort, enabled)
 
 
 def test_thinking_text_and_calls_are_fields_of_the_message(scripted: ScriptedServer) -> None:

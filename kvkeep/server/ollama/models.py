@@ -21,8 +21,9 @@ from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, Service
 
 router = body_router()
-# The version of Ollama whose API this is: clients refuse servers that are too old.
-_API_VERSION = "0.12.6"
+# The version of Ollama whose API this is. Clients refuse older servers than they were made for: VS
+# Code those before 0.6.4, Codex those before 0.13.4.
+_API_VERSION = "0.17.4"
 _TAG = ":latest"  # the tag that clients add to a name without one
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 

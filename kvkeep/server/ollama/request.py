@@ -31,6 +31,7 @@ _LOAD_OPTIONS = (
     *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all"),
     *("vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
 )
+_EFFORTS = {"max": "high"}  # that templates do not know
 OLLAMA_RULES = FieldRules(
     harmless=["truncate", "shift", *(f"options.{name}" for name in _LOAD_OPTIONS)]
 )
@@ -70,7 +71,8 @@ class OllamaRequest(OwnFields):
 
     def render_options(self) -> RenderOptions:
         if isinstance(self.think, str):
-            return RenderOptions(enable_thinking=True, reasoning_effort=self.think)
+            effort = _EFFORTS.get(self.think, self.think)
+            return RenderOptions(enable_thinking=True, reasoning_effort=effort)
         return RenderOptions(enable_thinking=self.think)
 
     @property
