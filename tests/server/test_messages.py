@@ -112,7 +112,7 @@ def test_a_required_tool_is_used(client: anthropic.Anthropic, streamed: bool, ch
     "body",
     [
         {"messages": []},
-        {"max_tokens": 0},
+        {"max_tokens": -2},
         {"max_tokens": None},
         {"messages": [{"role": "robot", "content": "a"}]},
         {"messages": [{"role": "user", "content": 5}]},
@@ -267,6 +267,36 @@ def test_a_count_refuses_what_would_make_another_prompt(server: RunningServer) -
         assert name in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_without_tokens_to_generate_the_prompt_is_prepared(
+    server: RunningServer, streamed: bool
+) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    text = f"{'Streamed' if streamed else 'Whole'} one two three four five six seven. " * 40
+    system = [{"type": "text", "text": text, **mark}]
+    body = {"model": "a", "messages": QUESTION, "system": system, "stream": streamed}
+    with server.client() as client:
+        earlier_pins = {pin["id"] for pin in client.get("/v1/prefix/pins").json()["data"]}
+        response = client.post("/v1/messages", json={**body, "max_tokens": 0})
+        assert response.status_code == 200, response.text
+        assert "content_block" not in response.text
+        documents = [line.removeprefix("data: ") for line in response.text.splitlines()]
+        events = [json.loads(document) for document in documents if document[:1] == "{"]
+        usages = [event["usage"] for event in events if "usage" in event]
+        answer = {**body, "stream": False, "max_tokens": 2}
+        reused = client.post("/v1/messages", json=answer).json()["usage"]
+        pins = client.get("/v1/prefix/pins").json()["data"]
+        (pin,) = (pin for pin in pins if pin["id"] not in earlier_pins)
+        client.delete(f"/v1/prefix/pins/{pin['id']}").raise_for_status()
+    reason = [event.get("delta", event).get("stop_reason") for event in events]
+    assert reason[-2 if streamed else 0] == "max_tokens"
+    assert streamed or events[0]["content"] == []
+    assert usages[-1]["output_tokens"] == 0
+    assert usages[-1]["cache_creation_input_tokens"] > 300
+    assert reused["cache_read_input_tokens"] >= usages[-1]["cache_creation_input_tokens"]
+    assert pin["tokens"] >= usages[-1]["cache_creation_input_tokens"]
+
+
 def test_usage_counts_what_was_reused(client: anthropic.Anthropic) -> None:
     messages = [{"role": "user", "content": "One two three four five six seven. " * 40}]
     first, second = (create_message(client, messages).usage for _ in range(2))
@@ -389,6 +419,9 @@ def test_thinking_text_and_calls_are_blocks(
     assert (text.type, text.text.strip()) == ("text", "Let me see.")
     assert [call.input for call in calls] == [{"city": "Rome"}, {"city": "<Oslo>"}]
     assert len({call.id for call in calls}) == 2
+    thinking_tokens = message.usage.output_tokens_details.thinking_tokens
+    # "Which city?" and a line break on each side, and "<think>", which is plain text here.
+    assert 4 <= thinking_tokens <= 10
     assert message.stop_reason == single.stop_reason == "tool_use"
     assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
     assert single.usage.output_tokens < message.usage.output_tokens

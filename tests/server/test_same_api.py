@@ -24,8 +24,11 @@ CALL = '<tool_call>{"name":"weather","arguments" :{"city":"Rome"}}\n</tool_call>
 HISTORY = [{"role": "user", "content": "The weather?"}]
 NEXT = [{"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "And now?"}]
 OWN_FIELDS = {"x_kvkeep"}
-# Fields that OpenAI's responses have got since then.
-NEW_FIELDS = {"prompt_cache_key", "prompt_cache_retention", "cache_write_tokens"}
+# Fields that the responses of OpenAI's and Anthropic's APIs have got since then.
+NEW_FIELDS = {
+    *("prompt_cache_key", "prompt_cache_retention", "cache_write_tokens"),
+    "thinking_tokens",
+}
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -183,7 +183,9 @@ def _without_marks(value: Any) -> Any:
     return [_without_marks(item) for item in value] if isinstance(value, list) else value
 
 
-def usage_fields(usage: Usage, pins: Sequence[PinRequest]) -> dict[str, Any]:
+def usage_fields(
+    usage: Usage, pins: Sequence[PinRequest], thinking_tokens: int = 0
+) -> dict[str, Any]:
     """Return the usage of a message. pins: of the prompt; what they add to the cache counts apart.
 
     The counts of tokens that are read, created, and neither, add up to the prompt. Where prefixes
@@ -202,5 +204,6 @@ def usage_fields(usage: Usage, pins: Sequence[PinRequest]) -> dict[str, Any]:
             "ephemeral_1h_input_tokens": created_for_hour,
         },
         "output_tokens": usage.generated,
+        "output_tokens_details": {"thinking_tokens": thinking_tokens},
         "service_tier": "standard",
     }

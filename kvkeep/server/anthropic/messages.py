@@ -10,11 +10,10 @@ from starlette.responses import JSONResponse, Response
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
 from kvkeep.chat.context_edits import apply_edits, clears_thinking, parse_edits
 from kvkeep.chat.messages import Chat
-from kvkeep.chat.output import Output, OutputBuilder, OutputEvent
-from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse, Usage
+from kvkeep.engine import GenerationRequest, Reuse, Usage
 from kvkeep.server.alignment import own_fields
-from kvkeep.server.anthropic.blocks import ContentBlockStream, content_blocks, message_event
+from kvkeep.server.anthropic.answers import AnswerReader
+from kvkeep.server.anthropic.blocks import message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
 from kvkeep.server.anthropic.request import (
     COUNT_RULES,
@@ -23,7 +22,7 @@ from kvkeep.server.anthropic.request import (
     MessagesRequest,
 )
 from kvkeep.server.body_route import body_router
-from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input, is_cut_off
+from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.generation_stream import GenerationStream, StreamEvent
@@ -32,12 +31,6 @@ from kvkeep.server.sse import JSON_OR_EVENTS, sse_response
 
 router = body_router()
 _PING = message_event("ping")
-_STOP_REASONS = {
-    "eos": "end_turn",
-    "length": "max_tokens",
-    "full": "model_context_window_exceeded",
-    "stop": "stop_sequence",
-}
 
 
 @router.post("/v1/messages", response_model=None, responses=JSON_OR_EVENTS)
@@ -46,7 +39,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     MESSAGES_RULES.check(body, context.notices)
     prompt, edited = await _edited_input(body, context)
     samplings = body.sampling_params().samplings(context.default_sampling)
-    limit = context.service.max_tokens(body.max_tokens)
+    limit = context.service.max_tokens(body.limit)
     pins = await pinned_prefixes(context, body, prompt)
     request = GenerationRequest(
         tuple(prompt.ids),
@@ -64,7 +57,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         samplings, (end,) = StopAfterFirstCall.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    answer = _AnswerReader(prompt.new_reader(stream.results[0]), end)
+    answer = AnswerReader(prompt.new_reader(stream.results[0]), end, is_empty=limit == 0)
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -84,10 +77,10 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         answer.push(event)
 
     (result,) = await context.collect(stream, on_event=read)
-    message: dict[str, Any] = {**fields, "content": content_blocks(answer.output)}
+    message: dict[str, Any] = {**fields, "content": answer.content}
     message |= answer.stop_fields(result.finished)
     message |= {**own_fields(result.finished.usage), **edited}
-    message["usage"] = usage_fields(result.finished.usage, pins)
+    message["usage"] = usage_fields(result.finished.usage, pins, answer.thinking_tokens)
     return JSONResponse(message, headers=headers)
 
 
@@ -95,7 +88,7 @@ async def _stream_events(
     stream: GenerationStream,
     request: GenerationRequest,
     fields: dict[str, Any],
-    answer: "_AnswerReader",
+    answer: AnswerReader,
     edited: dict[str, Any],
 ) -> AsyncIterator[bytes]:
     """Yield the message's start before its prefill, then its blocks as they are generated.
@@ -109,16 +102,14 @@ async def _stream_events(
     message = {**fields, "content": [], "stop_reason": None, "stop_sequence": None}
     yield message_event("message_start", message={**message, "usage": usage})
     yield _PING
-    blocks = ContentBlockStream()
     async for _, event in stream:
-        for output_event in answer.push(event):
-            for data in blocks.push(output_event):
-                yield data
-    for data in blocks.finish():
+        for data in answer.streamed(event):
+            yield data
+    for data in answer.stream_end():
         yield data
     finished = stream.results[0].finished
-    delta = answer.stop_fields(finished)
-    fields = {"delta": delta, "usage": usage_fields(finished.usage, request.pins)}
+    usage = usage_fields(finished.usage, request.pins, answer.thinking_tokens)
+    fields = {"delta": answer.stop_fields(finished), "usage": usage}
     more = {**own_fields(finished.usage), **edited}
     yield message_event("message_delta", **fields, **more)
     yield message_event("message_stop")
@@ -147,38 +138,6 @@ async def _edited_input(
     field = {"context_management": {"applied_edits": applied}} if has_field else {}
     restore_reasoning = not clears_thinking(applied)
     return await chat_input(context, lambda: chat, options, restore_reasoning), field
-
-
-class _AnswerReader:
-    """Reads a generation's events."""
-
-    def __init__(self, reader: OutputReader, end: StopAfterFirstCall | None):
-        """end: ends the generation with its first call; None if there may be several."""
-        self._reader, self._end = reader, end
-        self._builder = OutputBuilder()
-
-    def push(self, event: StreamEvent) -> list[OutputEvent]:
-        if isinstance(event, PrefillProgress):
-            return []
-        if isinstance(event, GeneratedToken):
-            events = self._reader.push(event.pieces)
-        else:
-            events = [*self._reader.push([event.text]), *self._reader.finish()]
-        if self._end is not None:
-            events = self._end.up_to_first_call(events)
-        self._builder.push(events)
-        return events
-
-    @property
-    def output(self) -> Output:
-        return self._builder.output
-
-    def stop_fields(self, finished: Finished) -> dict[str, Any]:
-        """Return why the message ends. A call that is cut off is not to be run."""
-        reason = _STOP_REASONS[finished.reason]
-        if self.output.calls_to_run and not is_cut_off(finished, self._end):
-            reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": finished.stop}
 
 
 @router.post("/v1/messages/count_tokens")

@@ -24,7 +24,7 @@ from kvkeep.server.limits import (
     ShortText,
     Tools,
 )
-from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
+from kvkeep.server.schemas import RequestBody, SamplingParams
 
 _HARMLESS = (
     "betas",
@@ -144,12 +144,18 @@ class CountTokensRequest(RequestBody):
 
 
 class MessagesRequest(CountTokensRequest, OwnFields):
-    max_tokens: TokenLimit
+    # The most tokens to generate: none for 0, which only evaluates the prompt; -1 for no limit.
+    max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)]
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     stop_sequences: Annotated[list[ShortText] | None, Field(max_length=MAX_STOPS)] = None
     stream: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to generate; None for no limit."""
+        return None if self.max_tokens == -1 else self.max_tokens
 
     def sampling_params(self) -> SamplingParams:
         fields: dict[str, Any] = {
