@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from kvkeep.chat.messages import (
     Message,
@@ -37,7 +38,7 @@ def rewrite_messages(
     without a system role gets the system text before the first user's text.
     """
     warnings: list[str] = []
-    result = list(messages)
+    result = [_with_errors_named(message) for message in messages]
     if tools and not traits.tools:
         result = _with_description(result, tools)
         warnings.append(TOOLS_UNKNOWN)
@@ -68,6 +69,26 @@ def rewrite_messages(
             result = rewritten
             warnings.append(f"messages: {warning}, as the chat template requires")
     return normalized(result), warnings
+
+
+def _with_errors_named(message: Message) -> Message:
+    """Say in the text of a failed call's result that it is an error; templates have no field."""
+    if not any(part.is_error for part in message.results):
+        return message
+    parts = (
+        _named_error(part) if isinstance(part, ToolResult) and part.is_error else part
+        for part in message.parts
+    )
+    return Message(message.role, tuple(parts))
+
+
+def _named_error(result: ToolResult) -> ToolResult:
+    text = content_text(result.content).strip()
+    if not text:
+        return replace(result, content=(TextPart("(error)"),))
+    if text.lower().startswith(("error", "(error")):
+        return result
+    return replace(result, content=(TextPart("Error: "), *result.content))
 
 
 def tool_description(tools: Sequence[Tool]) -> str:

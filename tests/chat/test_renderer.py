@@ -253,6 +253,27 @@ def test_templates_that_alternate_take_results_and_texts(render: Render, templat
     assert any("calls and results are text" in warning for warning in prompt.warnings)
 
 
+@ALL
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("No such city.", "Error: No such city."),
+        ("", "(error)"),
+        ("Error: No such city.", "Error: No such city."),
+        ("error 404", "error 404"),
+    ],
+)
+def test_a_result_that_is_an_error_says_so(
+    render: Render, template: str, text: str, seen: str
+) -> None:
+    def rendered(content: str, is_error: bool) -> RenderedPrompt:
+        result = ToolResult("call_1", (TextPart(content),), is_error)
+        calls = assistant(weather("Bonn"))
+        return render(template, user("a"), calls, Message("tool", (result,)), tools=(WEATHER,))
+
+    assert rendered(text, True).ids == rendered(seen, False).ids
+
+
 def test_media_are_rendered_as_placeholders(render: Render) -> None:
     image = Message("user", (TextPart("Look: "), MediaPart("image", "cat.png")))
     assert "Look: [image cat.png omitted]<|stop|>" in render("qwen2.5", image).text
