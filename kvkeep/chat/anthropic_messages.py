@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from kvkeep.chat.anthropic_blocks import format_parts, parse_blocks
-from kvkeep.chat.anthropic_tool_changes import changed_tools
+from kvkeep.chat.anthropic_tool_changes import changed_tools, changes_among
 from kvkeep.chat.anthropic_tools import format_choice, format_tool, parse_choice, parse_tools
 from kvkeep.chat.fields import optional_mapping
 from kvkeep.chat.messages import (
@@ -45,7 +45,12 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
         messages.append(Message("system", tuple(parse_blocks(system, "system", tools_by_name))))
     if not isinstance(entries, list) or not entries:
         raise InvalidArgument(f"messages must be a list of messages; found {entries!r:.100}")
+    last_of_user = max((n for n, entry in enumerate(entries) if _role(entry) == "user"), default=0)
     for index, entry in enumerate(entries):
+        if index < last_of_user and _clears_itself(entry):
+            entry = {**entry, "content": changes_among(entry.get("content"))}
+            if not entry["content"]:
+                continue
         messages += _parse_message(entry, f"messages[{index}]", tools_by_name)
     available = tuple(tool for tool in tools if tool.name not in removed)
     choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
@@ -86,9 +91,18 @@ def format_output(output: Output) -> list[dict[str, Any]]:
     return blocks or [{"type": "text", "text": ""}]
 
 
+def _role(entry: Any) -> Any:
+    return optional_mapping(entry).get("role")
+
+
+def _clears_itself(entry: Any) -> bool:
+    """Whether a message's text is for the user's turn before it alone."""
+    return _role(entry) == "system" and entry.get("clear_at") == "next_user_message"
+
+
 def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Return an entry as messages: one for each run of parts of one role."""
-    role = optional_mapping(entry).get("role")
+    role = _role(entry)
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
     content, is_answer = entry.get("content"), role == "assistant"

@@ -72,6 +72,12 @@ def _changes_among(blocks: Any, where: str) -> Iterator[tuple[Mapping[str, Any],
             yield from _changes_among(block.get("tool_changes"), f"{block_where}.tool_changes")
 
 
+def changes_among(blocks: Any) -> list[Any]:
+    """Return the blocks of a content that change tools."""
+    entries = blocks if isinstance(blocks, list) else ()
+    return [block for block in entries if optional_mapping(block).get("type") in CHANGE_TYPES]
+
+
 def changed_tools(tools: Sequence[Tool], messages: Any) -> tuple[tuple[Tool, ...], frozenset[str]]:
     """Return the tools of a whole conversation, and the names of those that are removed in the end.
 

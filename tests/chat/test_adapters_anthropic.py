@@ -120,6 +120,22 @@ def test_system_is_text_or_blocks_and_may_come_later() -> None:
     assert [message.role for message in parsed(question, system="")] == ["user"]
 
 
+def test_a_system_message_that_clears_itself_is_there_for_one_turn() -> None:
+    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    note = {"role": "system", "content": "Be kind.", "clear_at": "next_user_message"}
+    roles = [message.role for message in parsed(question, note, answer)]
+    assert roles == ["user", "system", "assistant"]
+    assert parsed(question, note, answer, question) == parsed(question, answer, question)
+    stays = {**note, "clear_at": "never"}
+    assert "system" in {message.role for message in parsed(question, stays, answer, question)}
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "weather"}}
+    changing = {**note, "content": [{"type": "text", "text": "Be kind."}, removal]}
+    chat = parse_chat({"messages": [question, changing, question], "tools": [TOOL]})
+    assert "Be kind." not in chat.messages[1].text
+    assert "weather" in chat.messages[1].text
+    assert chat.callable_tools == ()
+
+
 @pytest.mark.parametrize(
     ("block", "part"),
     [

@@ -214,7 +214,7 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
     changes = [{"type": "tool_addition", "tool": added}]
     body["messages"] = [
         {"role": "user", "content": blocks},
-        {"role": "system", "content": changes},
+        {"role": "system", "content": changes, "output_config": {"effort": "low"}},
     ]
     response = httpx.post(f"{server.url}/v1/messages?beta=true", json=body)
     assert response.status_code == 200, response.text
@@ -224,6 +224,7 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
     assert "web_search_20250305" in ignored
     assert "web_fetch_20250910" in ignored
     assert "messages.content.of_next_year" in ignored
+    assert "messages.output_config" in ignored
     assert "metadata" not in ignored
 
 

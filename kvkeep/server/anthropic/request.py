@@ -132,13 +132,15 @@ class CountTokensRequest(RequestBody):
     def ignored_values(self) -> list[str]:
         """The types of tools that only the hosted API can run, and of unknown blocks and thinking.
 
-        It looks at each block of the conversation.
+        It looks at each block of the conversation. A message's own effort is ignored, too.
         """
         names = [str(tool["type"]) for tool in hosted_tools(self.tools)]
         names += hosted_changes(self.messages)
         contents = (message.get("content") for message in self.messages)
         types = chain.from_iterable(map(unknown_types, (self.system, *contents)))
         names += (f"messages.content.{name}" for name in dict.fromkeys(types))
+        if any(message.get("output_config") for message in self.messages):
+            names.append("messages.output_config")
         is_known = self.thinking is None or self.thinking.type in _THINKING_TYPES
         return names if is_known else [*names, "thinking.type"]
 
