@@ -14,7 +14,7 @@ from kvkeep.chat.anthropic_tool_changes import (
     CHANGE_TYPES,
     ToolChange,
     changes_text,
-    parse_change,
+    parse_changes,
     tool_line,
 )
 from kvkeep.chat.fields import optional_mapping, optional_text, require_remote_url
@@ -62,22 +62,22 @@ def unknown_types(content: Any) -> Iterator[str]:
 
 
 def parse_blocks(
-    content: Any, where: str, tools: _ToolsByName, is_answer: bool = False
+    content: Any, where: str, tools: _ToolsByName, is_answer: bool = False, start: int = 0
 ) -> list[Part]:
     """Return the parts of a message's content: a text, or a list of blocks.
 
     where: names the content in errors. tools: those that a `tool_reference` can refer to.
     is_answer: whether a model wrote it; blocks of unknown types are then none of its words, and are
-    left out. Raises InvalidArgument for what is no content.
+    left out. start: the index of the first block, for errors. Raises InvalidArgument for what is no
+    content.
     """
     parts: list[Part] = []
     changes: list[ToolChange] = []  # that are not described yet
-    for index, block in enumerate(_block_list(content, where)):
+    for index, block in enumerate(_block_list(content, where), start):
         block_where = f"{where}[{index}]"
         block_type = _block_type(block, block_where)
         if block_type in CHANGE_TYPES:
-            change = parse_change(block, block_where)
-            changes += [change] if change else []
+            changes += parse_changes([block], block_where)
             continue
         parts += _described(changes, parts, tools)
         changes = []
@@ -93,6 +93,8 @@ def parse_blocks(
             parts.append(_tool_result(block, block_where, tools))
         elif not is_answer or block_type in _KNOWN_TYPES:
             parts += _content_parts(block, block_where, tools)
+        if block_type == "compaction":
+            changes = parse_changes(block.get("tool_changes"), f"{block_where}.tool_changes")
     return [*parts, *_described(changes, parts, tools)]
 
 

@@ -4,7 +4,7 @@ The API has no custom tools and namespaces, so that both become plain functions,
 allowed tools it can name only one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ from kvkeep.chat.messages import (
     Part,
     ReasoningPart,
     Role,
+    TextPart,
     Tool,
     ToolCall,
     ToolChoice,
@@ -29,6 +30,7 @@ from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
 
 SIGNATURE = "kvkeep"  # of thinking; some clients drop thinking without one
+_SUMMARY_HEADING = "The conversation so far, in summary:\n\n"
 _ROLES = ("user", "assistant", "system")
 
 
@@ -56,7 +58,7 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
     choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
     if len(available) < len(tools) and choice.mode != "none" and choice.names is None:
         choice = replace(choice, names=tuple(tool.name for tool in available))
-    return Chat(normalized(messages), tools, choice)
+    return Chat(normalized(messages or [Message("user")]), tools, choice)
 
 
 def format_chat(chat: Chat) -> dict[str, Any]:
@@ -106,6 +108,8 @@ def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Me
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
     content, is_answer = entry.get("content"), role == "assistant"
+    if is_answer and _has_summary(content):
+        return _with_summaries(content, f"{where}.content", tools)
     parts = parse_blocks(content, f"{where}.content", tools, is_answer)
     if role == "system" and not parts and isinstance(content, list) and content:
         return []  # such as a change of a tool that only the hosted API can run
@@ -113,6 +117,31 @@ def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Me
         parts.sort(key=lambda part: not isinstance(part, ToolResult))
     runs = groupby(parts, key=lambda part: _part_role(part, role))
     return [Message(run_role, tuple(run)) for run_role, run in runs] or [Message(role)]
+
+
+def _is_summary(block: Any) -> bool:
+    return bool(optional_mapping(block).get("type") == "compaction")
+
+
+def _has_summary(content: Any) -> bool:
+    return isinstance(content, list) and any(map(_is_summary, content))
+
+
+def _with_summaries(blocks: Sequence[Any], where: str, tools: Mapping[str, Tool]) -> list[Message]:
+    """Return an answer with summaries of what was before it, which become a user's messages.
+
+    As the assistant's, a summary at the end would be continued, and not answered.
+    """
+    messages, start = list[Message](), 0
+    for is_summary, group in groupby(blocks, _is_summary):
+        run = list(group)
+        parts = parse_blocks(run, where, tools, not is_summary, start)
+        start += len(run)
+        if is_summary and parts:
+            messages.append(Message("user", (TextPart(_SUMMARY_HEADING), *parts)))
+        runs = groupby(() if is_summary else parts, key=lambda part: _part_role(part, "assistant"))
+        messages += [Message(role, tuple(parts)) for role, parts in runs]
+    return messages or [Message("assistant")]
 
 
 def _part_role(part: Part, message_role: Role) -> Role:

@@ -45,6 +45,12 @@ def parse_change(block: Mapping[str, Any], where: str) -> ToolChange | None:
     return None
 
 
+def parse_changes(blocks: Any, where: str) -> list[ToolChange]:
+    """Return what several blocks change. Raises as `parse_change`."""
+    changes = (parse_change(block, where) for block in changes_among(blocks))
+    return [change for change in changes if change is not None]
+
+
 def hosted_changes(messages: Any) -> Iterator[str]:
     """Yield the types of added tools that only the hosted API can run, and of its references."""
     for block, _ in change_blocks(messages):

@@ -36,6 +36,7 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 
+ANSWER = {"role": "assistant"}
 LOCAL_IMAGE = {"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}
 
 
@@ -201,6 +202,28 @@ def test_unknown_types_of_blocks_are_found_also_in_results() -> None:
     silent = [{"type": "fallback"}, {"type": "thinking"}, {"type": "server_tool_use"}, {"text": ""}]
     assert list(unknown_types([block, nested, search, *silent])) == ["of_next_year", "hologram"]
     assert not list(unknown_types("text"))
+
+
+def test_a_summary_in_an_answer_is_a_users_message() -> None:
+    """The model continues the last message of the assistant, and answers a user's."""
+    summary = {"type": "compaction", "content": "So far.", "encrypted_content": "x"}
+    heading = "The conversation so far, in summary:\n\n"
+    assert parsed({"role": "assistant", "content": [summary]}) == (
+        Message("user", (TextPart(f"{heading}So far."),)),
+    )
+    blocks = [{"type": "text", "text": "Ha"}, summary, {"type": "text", "text": "Ho"}]
+    texts = [(message.role, message.text) for message in parsed(ANSWER | {"content": blocks})]
+    assert texts == [("assistant", "Ha"), ("user", f"{heading}So far."), ("assistant", "Ho")]
+    assert parsed(ANSWER | {"content": [{"type": "compaction", "content": None}]}) == (
+        Message("assistant"),
+    )
+    with pytest.raises(InvalidArgument, match=r"messages\[0\]\.content\[1\]"):
+        parsed(ANSWER | {"content": [summary, 5]})
+    added = {"type": "tool_definition", "definition": TOOL}
+    changed = {**summary, "tool_changes": [{"type": "tool_addition", "tool": added}]}
+    chat = parse_chat({"messages": [ANSWER | {"content": [changed]}]})
+    assert [tool.name for tool in chat.callable_tools] == ["weather"]
+    assert chat.messages[0].text.endswith('"properties": {"city": {"type": "string"}}}}\n')
 
 
 def test_a_tool_reference_is_the_deferred_tools_definition() -> None:

@@ -75,3 +75,60 @@ def test_a_runner_adds_and_removes_tools(
     assert removed not in second
     assert third.index("Noon in Oslo.") < third.index(removed)
     assert answers[2].content[0].text == call("get_weather")  # it is gone
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_runner_compacts_its_conversation(
+    client: anthropic.Anthropic, scripted: ScriptedServer, streamed: bool
+) -> None:
+    summary = "Asked for France's capital; it is sunny in Oslo."
+    answers = [call("get_weather"), call("get_time"), f"<think>\nHm\n</think>\n{summary}", "Paris."]
+    scripted.write(*answers)
+    runner = runner_of(client, stream=True) if streamed else runner_of(client)
+    messages = []
+    for number, item in enumerate(runner):
+        messages.append(item.get_final_message() if streamed else item)
+        if number == 0:
+            runner.add_tools(get_time)
+        elif number == 1:
+            runner.compact_before_next_turn()
+    compacted, last = messages[2:]
+    assert compacted.stop_reason == "compaction"
+    (block,) = compacted.content
+    assert (block.type, block.content) == ("compaction", summary)
+    assert [change.type for change in block.tool_changes] == ["tool_addition"]
+    assert last.content[0].text == "Paris."
+    _, before, asked, prompt = scripted.prompts
+    assert asked.startswith(before.removesuffix("<|im_start|>assistant\n"))
+    assert "Noon in Oslo." in asked
+    assert "Summarize this conversation" in asked
+    assert prompt.index("You are Zorbulon.") < prompt.index(summary)
+    for part in ("get_weather", "The time in a city."):
+        assert part in prompt
+    for part in ("Noon in Oslo.", QUESTION, "Summarize"):
+        assert part not in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")  # it answers, and continues no summary
+
+
+def test_a_compaction_follows_its_instructions(
+    client: anthropic.Anthropic, scripted: ScriptedServer
+) -> None:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    options: Any = {"model": "a", "max_tokens": 50, "messages": messages}
+    compaction: Any = {"type": "summarize", "instructions": "In one word."}
+    scripted.write("France.", "")
+    answer = client.beta.messages.create(compaction=compaction, **options)
+    assert [block.to_dict() for block in answer.content] == [
+        {"type": "compaction", "content": "France.", "signature": "kvkeep", "tool_changes": []}
+    ]
+    (prompt,) = scripted.prompts
+    assert f"{QUESTION}\n\nIn one word." in prompt
+    blank = client.beta.messages.create(compaction={**compaction, "instructions": " "}, **options)
+    assert blank.content[0].content is None
+    assert "Summarize this conversation" in scripted.prompts[1]
+    for field in (
+        {"context_management": {"edits": []}},
+        {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
+    ):
+        with pytest.raises(anthropic.BadRequestError, match="cannot be combined"):
+            client.beta.messages.create(compaction=compaction, extra_body=field, **options)

@@ -7,14 +7,17 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from kvkeep.chat.anthropic_tool_changes import last_changes
 from kvkeep.chat.anthropic_tools import allows_parallel_calls
 from kvkeep.chat.context_edits import apply_edits, clears_thinking, parse_edits
 from kvkeep.chat.messages import Chat
 from kvkeep.engine import GenerationRequest, Reuse, Usage
+from kvkeep.errors import InvalidArgument
 from kvkeep.server.alignment import own_fields
 from kvkeep.server.anthropic.answers import AnswerReader
 from kvkeep.server.anthropic.blocks import message_event
 from kvkeep.server.anthropic.cache_marks import pinned_prefixes, usage_fields
+from kvkeep.server.anthropic.compaction import SummaryReader, asking_for_summary
 from kvkeep.server.anthropic.request import (
     COUNT_RULES,
     MESSAGES_RULES,
@@ -37,6 +40,8 @@ _PING = message_event("ping")
 async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     """Generate the assistant's next message."""
     MESSAGES_RULES.check(body, context.notices)
+    if body.compaction is not None:
+        _check_compaction(body)
     prompt, edited = await _edited_input(body, context)
     samplings = body.sampling_params().samplings(context.default_sampling)
     limit = context.service.max_tokens(body.limit)
@@ -57,7 +62,10 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         samplings, (end,) = StopAfterFirstCall.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    answer = AnswerReader(prompt.new_reader(stream.results[0]), end, is_empty=limit == 0)
+    if body.compaction is None:
+        answer = AnswerReader(prompt.new_reader(stream.results[0]), end, is_empty=limit == 0)
+    else:
+        answer = SummaryReader(prompt.new_reader(), last_changes(body.messages))
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -82,6 +90,14 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     message |= {**own_fields(result.finished.usage), **edited}
     message["usage"] = usage_fields(result.finished.usage, pins, answer.thinking_tokens)
     return JSONResponse(message, headers=headers)
+
+
+def _check_compaction(body: MessagesRequest) -> None:
+    """Raise InvalidArgument for what a summary cannot follow."""
+    if body.context_management is not None:
+        raise InvalidArgument("compaction cannot be combined with context_management")
+    if body.output_schema is not None:
+        raise InvalidArgument("compaction cannot be combined with a format of the answer")
 
 
 async def _stream_events(
@@ -120,9 +136,12 @@ async def _edited_input(
 ) -> tuple[ChatInput, dict[str, Any]]:
     """Return the prompt after the request's context edits, and the field that names them.
 
-    The field is only there if the request has `context_management`.
+    The field is only there if the request has `context_management`. The prompt of a compaction ends
+    with the request for a summary.
     """
     chat, options = await to_thread(body.chat), body.render_options()
+    if isinstance(body, MessagesRequest) and body.compaction is not None:
+        chat = asking_for_summary(chat, body.compaction.instructions or "")
     context.notices.ignore(*await to_thread(lambda: body.ignored_values))
     edits, unknown = parse_edits(body.context_management)
     context.notices.ignore(*(f"context_management.edits.{name}" for name in unknown))

@@ -48,7 +48,6 @@ MESSAGES_RULES = FieldRules(
     _HARMLESS,
     {
         **_REFUSED_PROMPTS,
-        "compaction": "the server writes no summaries; leave it out",
         "container": "the server runs no code; leave it out, and send tools",
     },
     _REFUSED_DETAILS,
@@ -84,6 +83,13 @@ class JsonOutputFormat(RequestBody):
 class OutputConfig(RequestBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutputFormat | None = None
+
+
+class CompactionConfig(RequestBody):
+    """A request for a summary. instructions: in place of the default ones."""
+
+    type: Literal["summarize"]
+    instructions: LongText | None = None
 
 
 class CountTokensRequest(RequestBody):
@@ -153,6 +159,7 @@ class MessagesRequest(CountTokensRequest, OwnFields):
     top_k: Annotated[int | None, Field(ge=0, le=10_000_000)] = None
     stop_sequences: Annotated[list[ShortText] | None, Field(max_length=MAX_STOPS)] = None
     stream: bool | None = None
+    compaction: CompactionConfig | None = None
 
     @property
     def limit(self) -> int | None:
