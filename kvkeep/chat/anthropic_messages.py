@@ -99,7 +99,8 @@ def _role(entry: Any) -> Any:
 
 def _clears_itself(entry: Any) -> bool:
     """Whether a message's text is for the user's turn before it alone."""
-    return _role(entry) == "system" and entry.get("clear_at") == "next_user_message"
+    is_until_next: bool = optional_mapping(entry).get("clear_at") == "next_user_message"
+    return is_until_next and _role(entry) == "system"
 
 
 def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Message]:

@@ -39,7 +39,7 @@ def parse_change(block: Mapping[str, Any], where: str) -> ToolChange | None:
     is_added = block["type"] == _ADDITION
     if entry.get("type") == "tool_definition":
         tool = parse_definition(entry.get("definition"), f"{where}.tool.definition")
-        return tool and ToolChange(tool.name, is_added, tool)
+        return None if tool is None else ToolChange(tool.name, is_added, tool)
     if entry.get("type") == "tool_reference":
         return ToolChange(optional_text(entry, "name", f"{where}.tool"), is_added)
     return None
@@ -55,7 +55,7 @@ def hosted_changes(messages: Any) -> Iterator[str]:
     """Yield the types of added tools that only the hosted API can run, and of its references."""
     for block, _ in change_blocks(messages):
         entry = optional_mapping(block.get("tool"))
-        definition = entry.get("definition")
+        definition = optional_mapping(entry.get("definition"))
         if entry.get("type") == "tool_definition" and is_hosted(definition):
             yield str(definition["type"])
         elif entry.get("type") not in ("tool_definition", "tool_reference"):

@@ -90,9 +90,13 @@ def test_limits_that_mean_no_limit(
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens")]
+    ("path", "name", "limit"),
+    [
+        ("/v1/responses", "max_output_tokens", 0),  # of messages: "prepare the prompt"
+        ("/v1/responses", "max_output_tokens", -2),
+        ("/v1/messages", "max_tokens", -2),
+    ],
 )
-@pytest.mark.parametrize("limit", [0, -2])
 def test_limits_that_are_no_number_of_tokens_are_refused(
     server: RunningServer, path: str, name: str, limit: int
 ) -> None:
