@@ -62,10 +62,7 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
         samplings, (end,) = StopAfterFirstCall.add(samplings)
     patience = STREAM_PATIENCE if body.stream else None
     stream = await start_generations(context, request, samplings, patience)
-    if body.compaction is None:
-        answer = AnswerReader(prompt.new_reader(stream.results[0]), end, is_empty=limit == 0)
-    else:
-        answer = SummaryReader(prompt.new_reader(), last_changes(body.messages))
+    answer = _answer_reader(body, prompt, stream, end)
     headers = {"request-id": f"req_{secrets.token_hex(12)}"}
     fields = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -90,6 +87,17 @@ async def messages(body: MessagesRequest, context: ContextDep) -> Response:
     message |= {**own_fields(result.finished.usage), **edited}
     message["usage"] = usage_fields(result.finished.usage, pins, answer.thinking_tokens)
     return JSONResponse(message, headers=headers)
+
+
+def _answer_reader(
+    body: MessagesRequest,
+    prompt: ChatInput,
+    stream: GenerationStream,
+    end: StopAfterFirstCall | None,
+) -> AnswerReader:
+    if body.compaction is not None:
+        return SummaryReader(prompt.new_reader(), last_changes(body.messages))
+    return AnswerReader(prompt.new_reader(stream.results[0]), end, is_empty=body.limit == 0)
 
 
 def _check_compaction(body: MessagesRequest) -> None:
