@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.chat.context_edits import ContextEdit, apply_edits
+from kvkeep.chat.control_items import kept_control_items
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_responses import format_messages, input_items, new_item_id, parse_chat
 
@@ -51,10 +52,13 @@ def is_handle(name: str) -> bool:
 
 
 def kept_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation's items without old tool results and thinking."""
+    """Return a conversation's items without old tool results and thinking.
+
+    Tools that items add, and configurations, come first.
+    """
     chat = parse_chat({"input": list(items)})
     kept, _ = apply_edits(chat, _EDITS, _count_characters)
-    return format_messages(kept.messages)
+    return [*kept_control_items(items), *format_messages(kept.messages)]
 
 
 def compaction_item(history: CompactedHistory) -> dict[str, Any]:
@@ -92,7 +96,8 @@ def expand_compaction(
 ) -> tuple[list[Any], str | None, list[str]]:
     """Return a request's items with the history in place of its newest compaction item.
 
-    Messages before the item that the history does not contain come behind it. Also returns the
+    Messages before the item that the history does not contain come behind it. Tools and
+    configurations in items before it replace those of the history. Also returns the
     handle, None if there is none, and warnings, in words. Foreign items are left out. One item of
     kvkeep is unpacked at most: if it cannot be read, older ones are left out, too.
     """
@@ -107,14 +112,17 @@ def expand_compaction(
         if history is None:
             warnings.append("input: a compaction item is damaged or too large, and is left out")
             break
-        known = {_text_of(item) for item in history.items}
+        controls = kept_control_items(items[:index])
+        replaced = {item["type"] for item in controls}
+        held = [item for item in history.items if item.get("type") not in replaced]
+        known = {_text_of(item) for item in held}
         added = [
             item
             for item in items[:index]
             if not _is_compaction(item) and _is_message(item) and _text_of(item) not in known
         ]
         rest = [item for item in items[index + 1 :] if not _is_compaction(item)]
-        return [*history.items, *added, *rest], history.handle, warnings
+        return [*controls, *held, *added, *rest], history.handle, warnings
     return [item for item in items if not _is_compaction(item)], None, warnings
 
 

@@ -34,6 +34,11 @@ _MEDIA_KINDS = {
 _NAME_FIELDS = ("filename", "file_id", "image_url", "file_url", "url")
 
 
+def is_part_type(kind: str) -> bool:
+    """Whether parts of this type are read; others become a note of what is left out."""
+    return kind in _TEXT_FIELDS or kind in _MEDIA_KINDS or kind in _REASONING_TYPES
+
+
 def parse_parts(content: Any, where: str) -> list[Part]:
     """Return the parts of a content: text, a list of parts, or null. Raises InvalidArgument."""
     if content is None:

@@ -45,6 +45,32 @@ _HOSTED_CALLS = {
     "code_interpreter_call": ("code", "outputs"),
 }
 
+_OTHER_TYPES = frozenset(
+    (
+        "additional_tools",
+        "compaction",
+        "compaction_summary",
+        "compaction_trigger",
+        "configuration_update",
+        "context_compaction",
+        "custom_tool_call",
+        "function_call",
+        "image_generation_call",
+        "item_reference",
+        "mcp_approval_request",
+        "mcp_list_tools",
+        "message",
+        "reasoning",
+        "web_search_call",
+    )
+)
+
+
+def is_item_type(kind: str) -> bool:
+    """Whether items of this type are supported, or left out without a loss."""
+    is_call = kind in CLIENT_CALLS or kind in _HOSTED_CALLS
+    return is_call or kind in _OTHER_TYPES or kind.endswith("_output")
+
 
 class ItemReader:
     """Reads a conversation's items in order, and ties results to the calls before them."""
@@ -52,6 +78,7 @@ class ItemReader:
     def __init__(self, find_item: Callable[[str], Mapping[str, Any] | None] = lambda item_id: None):
         """find_item: returns the stored item with an id; None if there is none."""
         self.found_tools: list[Tool] = []  # those that tool searches returned
+        self.added_tools: list[tuple[str, list[Any]]] = []  # places and entries of tools in items
         self._find_item = find_item
         self._call_count = 0
         self._open_calls = OpenCalls()
@@ -78,6 +105,12 @@ class ItemReader:
                 return self.messages(self._referenced(item, where), where)
             case "tool_search_output":
                 return [Message("tool", (self._found_tools(item, where),))]
+            case "additional_tools":
+                place = f"{where}.tools"
+                self.added_tools.append((place, optional_list(item.get("tools"), place)))
+                return []
+            case "compaction_trigger" | "configuration_update":
+                return []
         if item_type in CLIENT_CALLS:
             name, field = CLIENT_CALLS[item_type]
             arguments = parse_argument_value(item.get(field))
@@ -87,7 +120,7 @@ class ItemReader:
             return [Message("tool", (self._result(item, where),))]
         if item_type in _HOSTED_CALLS:
             return self._hosted_call(item, where)
-        return [self._message(item, where)] if "role" in item else []
+        return [self._message(item, where)] if "role" in item and "content" in item else []
 
     def _message(self, item: Mapping[str, Any], where: str) -> Message:
         role = parse_role(item, where)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from kvkeep.chat.fields import optional_list
 from kvkeep.chat.messages import (
     Chat,
     MediaPart,
@@ -22,7 +23,14 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.openai_content import media_text
 from kvkeep.chat.openai_items import CLIENT_CALLS, ItemReader
-from kvkeep.chat.openai_tools import TOOL_SEARCH, custom_input, own_name, parse_choice, parse_tools
+from kvkeep.chat.openai_tools import (
+    TOOL_SEARCH,
+    client_types,
+    custom_input,
+    own_name,
+    parse_choice,
+    parse_tools,
+)
 from kvkeep.chat.output import GeneratedCall, Output, arguments_text, parse_arguments
 from kvkeep.errors import InvalidArgument
 
@@ -48,14 +56,16 @@ def parse_chat(
 ) -> Chat:
     """Return the conversation of a request: its instructions, input, tools and tool choice.
 
-    find_item: returns the stored item with an id; None if there is none. Tools that only OpenAI's
-    servers run are left out: see `openai_tools.hosted_tools`. Raises InvalidArgument.
+    find_item: returns the stored item with an id; None if there is none. Tools in items of type
+    `additional_tools` follow the request's own. Tools that only OpenAI's servers run are left out:
+    see `openai_tools.hosted_tools`. Raises InvalidArgument.
     """
-    tools, reader = parse_tools(body.get("tools")), ItemReader(find_item)
+    reader = ItemReader(find_item)
     messages = _parse_instructions(body.get("instructions"), reader)
     messages += parse_items(input_items(body.get("input")), "input", reader)
     if not messages:
         raise InvalidArgument("input has no message, call or result; at least one is needed")
+    tools = _offered_tools(body.get("tools"), reader)
     names = {tool.name for tool in tools}
     found = {tool.name: replace(tool, deferred=True) for tool in reader.found_tools}
     tools = (*tools, *(tool for name, tool in found.items() if name not in names))
@@ -170,6 +180,16 @@ def format_generated_call(
     if tool.kind == "custom":
         return {"type": "custom_tool_call", **fields, "input": custom_input(call.arguments)}
     return {"type": "function_call", **fields, "arguments": call.arguments}
+
+
+def _offered_tools(entries: Any, reader: ItemReader) -> tuple[Tool, ...]:
+    """Return a request's tools and those in its items, of which the newest definition counts."""
+    lists = [("tools", optional_list(entries, "tools")), *reader.added_tools]
+    has_search = any(TOOL_SEARCH in client_types(entries) for _, entries in lists)
+    own, *added = (parse_tools(entries, where, has_search) for where, entries in lists)
+    names = {tool.name for tool in own}
+    newest = {tool.name: tool for tools in added for tool in tools if tool.name not in names}
+    return (*own, *newest.values())
 
 
 def _parse_instructions(value: Any, reader: ItemReader) -> list[Message]:

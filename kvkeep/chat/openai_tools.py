@@ -61,13 +61,16 @@ CLIENT_TOOLS: Mapping[str, Tool] = {
 }
 
 
-def parse_tools(entries: Any, where: str = "tools") -> tuple[Tool, ...]:
+def parse_tools(
+    entries: Any, where: str = "tools", has_search: bool | None = None
+) -> tuple[Tool, ...]:
     """Return the tools that the model can be offered. Raises InvalidArgument.
 
-    Those with `defer_loading` are deferred if the client runs a search for them.
+    Those with `defer_loading` are deferred if the client runs a search for them. has_search:
+    whether it does; None to look among the entries.
     """
     tools: dict[str, Tool] = {}
-    deferring = TOOL_SEARCH in client_types(entries)
+    deferring = TOOL_SEARCH in client_types(entries) if has_search is None else has_search
     for index, entry in enumerate(optional_list(entries, where)):
         for tool in _parse_entry(entry, f"{where}[{index}]"):
             deferred = tool.deferred and deferring

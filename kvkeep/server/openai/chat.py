@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from kvkeep.chat.control_items import unknown_part_types
 from kvkeep.chat.openai_tools import hosted_tools
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
@@ -30,6 +31,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     """Generate the assistant's next message, in `n` choices."""
     CHAT_RULES.check(body, context.notices)
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
+    for message in body.messages:
+        context.notices.ignore(*unknown_part_types(message.get("content"), "messages.content"))
     schema, logprobs = body.output_schema(), body.num_logprobs
     prompt = await chat_input(context, body.chat, body.render_options())
     limit = context.service.max_tokens(body.token_limit)

@@ -24,7 +24,7 @@ from kvkeep.chat.compaction_items import (
     new_handle,
     user_messages,
 )
-from kvkeep.chat.openai_responses import input_items, parse_chat
+from kvkeep.chat.openai_responses import input_items, new_item_id, parse_chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.engine import GenerationRequest
 from kvkeep.engine.session_files import LabelledSnapshots
@@ -34,6 +34,7 @@ from kvkeep.server.chat_input import chat_input
 from kvkeep.server.errors import ApiError
 from kvkeep.server.limits import LongText, Messages, ShortText, parse_json, require_few_values
 from kvkeep.server.openai import stored_items
+from kvkeep.server.openai.response_configuration import configured
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
@@ -63,20 +64,24 @@ async def compact(body: ResponseCompactionRequest, context: ContextDep) -> dict[
     """Compact a conversation into its user messages and one opaque compaction item."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
     items, _ = await expand_items(items, context)
+    body = configured(body, items)
     compacted = await compact_conversation(body, items, context)
     return {
         "id": f"resp_{secrets.token_hex(12)}",
         "object": "response.compaction",
         "created_at": int(time.time()),
-        "output": [*user_messages(items), compacted.item],
-        "usage": {
-            "input_tokens": compacted.tokens_before,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": compacted.tokens_after,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": compacted.tokens_before + compacted.tokens_after,
-        },
+        "output": [*map(_output_message, user_messages(items)), compacted.item],
+        "usage": compacted.usage,
     }
+
+
+def _output_message(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a user's message as clients read it from an output: with type, id and status."""
+    content = item.get("content")
+    if isinstance(content, str):
+        content = [{"type": "input_text", "text": content}]
+    fields = {"id": new_item_id("message"), "status": "completed", **item}
+    return {**fields, "type": "message", "content": content}
 
 
 async def expand_items(
@@ -108,6 +113,17 @@ class CompactedConversation:
     item: dict[str, Any]
     tokens_before: int
     tokens_after: int
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The usage of the compaction: the prompt before it and the one after it."""
+        return {
+            "input_tokens": self.tokens_before,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self.tokens_after,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.tokens_before + self.tokens_after,
+        }
 
 
 async def compact_conversation(

@@ -1,7 +1,7 @@
 """Items of a response: their generation and the events of their streaming; the response object."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from kvkeep.chat.messages import Tool
@@ -11,7 +11,6 @@ from kvkeep.chat.openai_responses import (
     output_message,
     reasoning_item,
 )
-from kvkeep.chat.openai_tools import client_types
 from kvkeep.chat.output import (
     CallArguments,
     CallEnded,
@@ -44,11 +43,15 @@ class ResponseItems:
         request: ResponsesRequest,
         tools: Sequence[Tool],
         compaction: dict[str, Any] | None = None,
+        own_call_types: Collection[str] = (),
     ):
-        """tools: those that the model may call. compaction: an item that precedes the answer."""
+        """tools: those that the model may call. compaction: an item that precedes the answer.
+
+        own_call_types: of tools whose calls have items of their own (`openai_tools.client_types`).
+        """
         self.items = [] if compaction is None else [compaction]  # the last one may be open
         self.num_given = len(self.items)  # that are not generated
-        self._tools, self._client_types = tools, client_types(request.tools)
+        self._tools, self._client_types = tools, own_call_types
         self._summarizes = request.summarizes_reasoning
         self._open_type = ""  # of the open item; "" if there is none
         # Of the open message or reasoning, or the arguments of the open call; joined at its end.
