@@ -229,3 +229,77 @@ def test_pins_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) -> Non
         assert bob.delete(f"/v1/prefix/pins/{pin['id']}").status_code == 404
         assert pins(ada)[0]["id"] == pin["id"]
         assert "kvkeep_prefix_pins 1.0" in ada.get("/metrics").text
+
+
+def marked(text: str, mark: dict[str, str] | None, kind: str = "input_text") -> dict[str, Any]:
+    part: dict[str, Any] = {"type": kind, "text": text}
+    return part if mark is None else {**part, "prompt_cache_breakpoint": mark}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "kind"), [(CHAT, "messages", "text"), (RESPONSES, "input", "input_text")]
+)
+def test_breakpoints_of_parts_pin_the_prompt_up_to_their_end(
+    client: httpx.Client, path: str, field: str, kind: str
+) -> None:
+    explicit = {"mode": "explicit"}
+    parts = [marked(f"{field} A. {SYSTEM}", {**explicit, "ttl": "12h"}, kind)]
+    parts += [marked("Second. ", None, kind), marked("Third. ", explicit, kind)]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "And now?"},
+    ]
+    client.post(path, json={field: messages, "max_tokens": 1, "max_output_tokens": 1})
+    entries = sorted((pin["tokens"], pin["ttl"]) for pin in pins(client))
+    assert [seconds for _, seconds in entries] == [43_200, 1_800]
+    cut = [{"role": "user", "content": parts[:1]}]
+    counted = client.post(f"{path}/input_tokens", json={field: cut}).json()["input_tokens"]
+    assert 0 < counted - entries[0][0] < 12  # the end of the message, and the beginning of another
+    assert 0 < entries[1][0] - entries[0][0] < 12
+    long = {**explicit, "ttl": "12h"}  # of the first of more than four marks, which do not count
+    marks = [
+        {"role": "user", "content": [marked(f"{i}. ", explicit if i > 1 else long, kind)]}
+        for i in range(6)
+    ]
+    for pin in pins(client):
+        client.delete(f"/v1/prefix/pins/{pin['id']}")
+    client.post(path, json={field: marks, "max_tokens": 1, "max_output_tokens": 1})
+    assert {pin["ttl"] for pin in pins(client)} == {1_800}
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "messages"), (RESPONSES, "input")], ids=["chat", "responses"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prewarming_evaluates_and_pins_the_prompt_without_an_answer(
+    client: httpx.Client, path: str, field: str, stream: bool
+) -> None:
+    text = f"Prewarm {path} {stream}. {SYSTEM}"
+    body = {field: [{"role": "user", "content": text}], "prompt_cache_options": {"prewarm": True}}
+    body["prompt_cache_options"]["comparison_response_id"] = "resp_1"
+    response = client.post(path, json={**body, "stream": stream}).raise_for_status()
+    assert response.headers["X-Kvkeep-Ignored"] == "prompt_cache_options.comparison_response_id"
+    (pin,) = pins(client)
+    assert (pin["ttl"], pin["tokens"] > 200) == (1_800, True)
+    if stream:
+        assert "delta.content" not in response.text
+        assert '"content": "' not in response.text
+    elif path == RESPONSES:
+        answer = response.json()
+        assert (answer["output"], answer["status"]) == ([], "completed")
+        assert answer["usage"]["output_tokens"] == 0
+    else:
+        assert response.json()["choices"][0]["message"]["content"] == ""
+        assert response.json()["usage"]["completion_tokens"] == 0
+    limits = {"max_tokens": 1, "max_output_tokens": 1}
+    usage = client.post(path, json={field: body[field], **limits}).json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    assert details["cached_tokens"] > 200
+
+
+def test_the_explicit_mode_pins_nothing_without_breakpoints(client: httpx.Client) -> None:
+    options = {"ttl": "30m", "mode": "explicit"}
+    body = {"input": SYSTEM, "prompt_cache_options": options, "max_output_tokens": 1}
+    client.post(RESPONSES, json=body).raise_for_status()
+    assert pins(client) == []

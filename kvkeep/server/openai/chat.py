@@ -17,6 +17,7 @@ from kvkeep.server.generation import STREAM_PATIENCE, start_generations
 from kvkeep.server.generation_stream import GenerationResult, GenerationStream, StreamEvent
 from kvkeep.server.ignored_fields import CHAT_RULES
 from kvkeep.server.openai import usage
+from kvkeep.server.openai.cache_breakpoints import requested_pins
 from kvkeep.server.openai.chat_choices import ChatChoice
 from kvkeep.server.openai.chat_request import ChatRequest
 from kvkeep.server.service import ContextDep
@@ -41,7 +42,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
         limit,
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
-        pins=body.pins(len(prompt.ids)),
+        pins=await requested_pins(context, body, prompt, body.messages, body.chat),
         **body.own_settings(context),
         written_tokens=prompt.written_tokens,
         title=prompt.title,

@@ -1,6 +1,6 @@
 """Bodies of requests of `/v1/chat/completions`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -21,8 +21,7 @@ from kvkeep.server.limits import (
     ShortText,
     Tools,
 )
-from kvkeep.server.openai.cache_fields import CacheFields
-from kvkeep.server.openai.reasoning_fields import ReasoningFields
+from kvkeep.server.openai.cache_fields import PinningRequest
 from kvkeep.server.schemas import CompletionParams, RequestBody
 
 _CHAT_FIELDS = ("messages", "tools", "tool_choice", "functions", "function_call")
@@ -54,7 +53,7 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
+class ChatRequest(CompletionParams, PinningRequest, OwnFields):
     """A conversation, and how to answer it."""
 
     messages: Messages
@@ -76,8 +75,10 @@ class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
     function_call: ShortText | Data | None = None
     return_progress: bool | None = None
 
-    def chat(self) -> Chat:
-        return parse_chat({name: getattr(self, name) for name in _CHAT_FIELDS})
+    def chat(self, messages: Sequence[Any] | None = None) -> Chat:
+        """Return the conversation. messages: those of its beginning; None for all."""
+        fields = {name: getattr(self, name) for name in _CHAT_FIELDS}
+        return parse_chat(fields if messages is None else {**fields, "messages": list(messages)})
 
     @property
     def uses_functions(self) -> bool:
@@ -96,6 +97,8 @@ class ChatRequest(CompletionParams, ReasoningFields, CacheFields, OwnFields):
 
     @property
     def token_limit(self) -> int | None:
+        if self.prewarms:
+            return 0
         limits = (self.max_completion_tokens, self.max_tokens)
         limit = next((limit for limit in limits if limit is not None), None)
         return None if limit == -1 else limit

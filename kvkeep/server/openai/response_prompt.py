@@ -1,5 +1,6 @@
 """The conversation that a response answers: its items, its tools, and its prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from kvkeep.chat.control_items import (
     item_type,
     unknown_types,
 )
+from kvkeep.chat.messages import Chat
 from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.chat.openai_tools import client_types, hosted_tools
 from kvkeep.server.chat_input import ChatInput, chat_input
@@ -65,9 +67,13 @@ async def prompt_of(
     conversation: Conversation, body: ResponsesRequest, context: RequestContext
 ) -> ChatInput:
     """Return the prompt of a conversation."""
-    fields = body.model_dump(include=_PROMPT_FIELDS)
-    parse = partial(parse_chat, {**fields, "input": conversation.expanded})
+    parse = partial(parse_items, body, conversation.expanded)
     return await chat_input(context, parse, body.render_options())
+
+
+def parse_items(body: ResponsesRequest, items: Sequence[Any]) -> Chat:
+    """Return the conversation of a request's instructions and tools, and these items."""
+    return parse_chat({**body.model_dump(include=_PROMPT_FIELDS), "input": list(items)})
 
 
 def name_ignored(body: ResponsesRequest, context: RequestContext) -> None:

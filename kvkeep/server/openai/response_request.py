@@ -19,8 +19,8 @@ from kvkeep.server.limits import (
     ShortText,
     Tools,
 )
-from kvkeep.server.openai.cache_fields import CacheFields
-from kvkeep.server.openai.reasoning_fields import ReasoningConfig, ReasoningFields
+from kvkeep.server.openai.cache_fields import PinningRequest
+from kvkeep.server.openai.reasoning_fields import ReasoningConfig
 from kvkeep.server.schemas import RequestBody, SamplingParams, TokenLimit
 
 _LOGPROBS = "message.output_text.logprobs"  # a value of `include`
@@ -40,7 +40,7 @@ class ContextManagement(RequestBody):
     compact_threshold: Annotated[int | None, Field(ge=1, le=2**40)] = None  # tokens of the prompt
 
 
-class ResponsesRequest(SamplingParams, ReasoningFields, CacheFields, OwnFields):
+class ResponsesRequest(SamplingParams, PinningRequest, OwnFields):
     input: LongText | Messages
     instructions: LongText | Messages | None = None
     previous_response_id: ShortText | None = None

@@ -26,11 +26,15 @@ class ResponseReading:
         items: ResponseItems,
         codec: TextCodec,
         early_end: StopAfterFirstCall | None = None,
+        generates: bool = True,
     ):
-        """early_end: ends the generation with its only call; None if there may be several."""
+        """early_end: ends the generation with its only call; None if there may be several.
+
+        generates: whether there is an answer, and not the evaluation of the prompt alone.
+        """
         self.status, self.reasoning_tokens = "in_progress", 0
         self._reader, self._items, self._codec = reader, items, codec
-        self._early_end = early_end
+        self._early_end, self._generates = early_end, generates
         self._tokens: list[GeneratedToken] = []  # whose text was not read so far
 
     @property
@@ -47,6 +51,8 @@ class ResponseReading:
         if isinstance(event, GeneratedToken):
             self._tokens.append(event)
             yield from self._push_outputs(self._reader.push(event.pieces))
+        elif not self._generates:
+            self.status = "completed"
         else:
             yield from self._push_outputs(self._reader.push([event.text]))
             yield from self._push_outputs(self._reader.finish())

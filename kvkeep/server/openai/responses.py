@@ -28,6 +28,7 @@ from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.generation_stream import GenerationStream
 from kvkeep.server.limits import MAX_CHARACTERS, ShortText
 from kvkeep.server.openai import stored_items
+from kvkeep.server.openai.cache_breakpoints import requested_pins
 from kvkeep.server.openai.compaction import compact_conversation, prepare_compacted
 from kvkeep.server.openai.compaction_response import compaction_events, compaction_response
 from kvkeep.server.openai.response_configuration import configured
@@ -36,6 +37,7 @@ from kvkeep.server.openai.response_prompt import (
     Conversation,
     expand,
     name_ignored,
+    parse_items,
     prompt_of,
     read_conversation,
 )
@@ -184,10 +186,12 @@ async def _start(
         prepared_tokens = await _prepare(body, name, prompt.ids, handle, context) if name else 0
         request = GenerationRequest(
             tuple(prompt.ids[prepared_tokens:]),
-            service.max_tokens(body.max_output_tokens),
+            0 if body.prewarms else service.max_tokens(body.max_output_tokens),
             samplings[0],
             logprobs=body.logprob_count,
-            pins=body.pins(len(prompt.ids)),
+            pins=await requested_pins(
+                context, body, prompt, conversation.expanded, partial(parse_items, body)
+            ),
             **body.own_settings(context),
             written_tokens=prompt.written_tokens,
             title=prompt.title,
@@ -204,7 +208,9 @@ async def _start(
         body, prompt.chat.callable_tools, compaction, conversation.client_types(body)
     )
     reader = prompt.new_reader(stream.results[0])
-    reading = ResponseReading(reader, response_items, context.tokenizer, early_end)
+    reading = ResponseReading(
+        reader, response_items, context.tokenizer, early_end, not body.prewarms
+    )
     pending = _PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
     service.pending_responses[owner, response["id"]] = pending
     return pending
