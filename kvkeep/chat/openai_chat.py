@@ -36,7 +36,13 @@ from kvkeep.chat.openai_content import (
     parse_parts,
     parse_result,
 )
-from kvkeep.chat.openai_tools import custom_input, parse_choice, parse_functions, parse_tools
+from kvkeep.chat.openai_tools import (
+    custom_input,
+    hosted_tools,
+    parse_choice,
+    parse_functions,
+    parse_tools,
+)
 from kvkeep.chat.output import GeneratedCall, Output, arguments_text
 from kvkeep.errors import InvalidArgument
 
@@ -54,7 +60,8 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
     if functions and not tools:
         choice = parse_choice(body.get("function_call"), functions, "function_call")
         return Chat(parse_messages(body.get("messages")), functions, choice)
-    choice = parse_choice(body.get("tool_choice"), tools)
+    has_hosted = bool(hosted_tools(body.get("tools")))
+    choice = parse_choice(body.get("tool_choice"), tools, has_hosted=has_hosted)
     return Chat(parse_messages(body.get("messages")), tools, choice)
 
 

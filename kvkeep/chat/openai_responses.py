@@ -27,6 +27,7 @@ from kvkeep.chat.openai_tools import (
     TOOL_SEARCH,
     client_types,
     custom_input,
+    hosted_tools,
     own_name,
     parse_choice,
     parse_tools,
@@ -69,7 +70,10 @@ def parse_chat(
     names = {tool.name for tool in tools}
     found = {tool.name: replace(tool, deferred=True) for tool in reader.found_tools}
     tools = (*tools, *(tool for name, tool in found.items() if name not in names))
-    return Chat(normalized(messages), tools, parse_choice(body.get("tool_choice"), tools))
+    entries = [*(body.get("tools") or ()), *(e for _, added in reader.added_tools for e in added)]
+    has_hosted = bool(hosted_tools(entries))
+    choice = parse_choice(body.get("tool_choice"), tools, has_hosted=has_hosted)
+    return Chat(normalized(messages), tools, choice)
 
 
 def input_items(value: Any) -> list[Any]:

@@ -102,16 +102,21 @@ def hosted_tools(entries: Any) -> list[str]:
     return [kind for kind in kinds if isinstance(kind, str) and kind not in _OWN_TYPES]
 
 
-def parse_choice(value: Any, tools: Sequence[Tool], where: str = "tool_choice") -> ToolChoice:
+def parse_choice(
+    value: Any, tools: Sequence[Tool], where: str = "tool_choice", has_hosted: bool = False
+) -> ToolChoice:
     """Return the choice among these tools. Raises InvalidArgument.
 
-    A hosted tool that must be called is left to the model, since it is not among the tools.
+    A hosted tool that must be called is left to the model, since it is not among the tools; so is
+    a call that only hosted tools could answer. has_hosted: whether the request has hosted tools.
     """
     if value is None or value == "auto":
         return ToolChoice()
     if value == "none":
         return ToolChoice("none")
     if value in ("required", "any"):
+        if has_hosted and not tools:
+            return ToolChoice()
         return ToolChoice("required", _existing(None, tools, where))
     choice = optional_mapping(value)
     kind = choice.get("type", "function")
@@ -123,8 +128,8 @@ def parse_choice(value: Any, tools: Sequence[Tool], where: str = "tool_choice") 
             f"found {value!r:.100}"
         )
     if kind in ("auto", "none", "required"):
-        return parse_choice(kind, tools, where)
-    if kind not in ("function", "custom", TOOL_SEARCH, *CLIENT_TOOLS):
+        return parse_choice(kind, tools, where, has_hosted)
+    if _is_hosted(kind):
         return ToolChoice()
     return ToolChoice("required", _existing([_chosen_name(choice, tools)], tools, where))
 
@@ -221,7 +226,15 @@ def _parse_allowed(choice: Mapping[str, Any], tools: Sequence[Tool], where: str)
         raise InvalidArgument(
             f'{where}.mode must be "auto" or "required"; found {allowed["mode"]!r:.100}'
         )
+    if not names and any(_is_hosted(optional_mapping(entry).get("type")) for entry in entries):
+        return ToolChoice("auto", names)
     return ToolChoice("required", _existing(names, tools, where))
+
+
+def _is_hosted(kind: Any) -> bool:
+    """Whether a choice of this type names a tool that only OpenAI's servers run."""
+    own_kinds = ("function", "custom", TOOL_SEARCH, *CLIENT_TOOLS)
+    return isinstance(kind, str) and kind not in own_kinds
 
 
 def _chosen_name(choice: Mapping[str, Any], tools: Sequence[Tool]) -> str:

@@ -20,6 +20,7 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.openai_chat import format_chat, format_output, parse_chat, parse_messages
+from kvkeep.chat.openai_responses import parse_chat as parse_responses_chat
 from kvkeep.chat.openai_tools import custom_parameters, hosted_tools, parse_choice, parse_tools
 from kvkeep.chat.output import GeneratedCall, Output
 from kvkeep.errors import InvalidArgument
@@ -241,6 +242,48 @@ def test_tools_of_all_kinds() -> None:
     ]
     assert "a: B" in tools[2].parameters["properties"]["input"]["description"]
     assert hosted_tools(entries) == ["web_search", "mcp"]
+
+
+HOSTED = {"type": "web_search"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "expected"),
+    [
+        ("required", [HOSTED], ToolChoice()),
+        ({"type": "required"}, [HOSTED], ToolChoice()),
+        ("required", [HOSTED, FUNCTION], ToolChoice("required")),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [HOSTED]},
+            [HOSTED, FUNCTION],
+            ToolChoice("auto", ()),
+        ),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [HOSTED, FUNCTION]},
+            [HOSTED, FUNCTION],
+            ToolChoice("required", ("f",)),
+        ),
+        ("required", [], None),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"name": "g"}]},
+            [HOSTED, FUNCTION],
+            None,
+        ),
+    ],
+    ids=repr,
+)
+def test_a_call_that_only_hosted_tools_could_answer_is_left_to_the_model(
+    choice: Any, tools: list[Any], expected: ToolChoice | None
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
+    responses = {"input": "Hi", "tools": tools, "tool_choice": choice}
+    for parse, fields in ((parse_chat, body), (parse_responses_chat, responses)):
+        if expected is None:
+            with pytest.raises(InvalidArgument, match="tool_choice"):
+                parse(fields)
+        else:
+            assert parse(fields).choice == expected
 
 
 @pytest.mark.parametrize(
