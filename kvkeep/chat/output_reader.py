@@ -75,6 +75,11 @@ class OutputReader:
         return events
 
     @property
+    def unread(self) -> str:
+        """The text that is not read yet; control tokens that are markers are surrogates."""
+        return self._scanner.rest
+
+    @property
     def output(self) -> Output:
         """The answer so far."""
         return self._builder.output

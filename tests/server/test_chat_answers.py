@@ -214,13 +214,13 @@ def test_custom_tools_are_called_with_text(writer: openai.OpenAI, scripted: Scri
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_token_has_its_log_probability(
+def test_each_token_of_the_text_has_its_log_probability(
     writer: openai.OpenAI, scripted: ScriptedServer, stream: bool
 ) -> None:
-    text = f"<think>Hm.</think>Let me look.{CALL}See."
-    scripted.write(text)
+    scripted.write(f"<think>\nHm. </think>\n\nLet me look.\n{CALL}\nSee.")
     answer = ask(writer, stream=stream, logprobs=True, top_logprobs=1)
-    assert "".join(entry.token for entry in answer["logprobs"]) == text
+    assert answer["reasoning_content"] == "Hm."
+    assert "".join(entry.token for entry in answer["logprobs"]) == answer["content"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

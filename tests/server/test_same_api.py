@@ -26,7 +26,10 @@ NEXT = [{"role": "assistant", "content": "Sunny."}, {"role": "user", "content": 
 OWN_FIELDS = {"x_kvkeep"}
 # Fields that the responses of OpenAI's and Anthropic's APIs have got since then.
 NEW_FIELDS = {
-    *("prompt_cache_key", "prompt_cache_retention", "cache_write_tokens"),
+    "cache_write_tokens",
+    "completion_tokens_details",
+    "prompt_cache_key",
+    "prompt_cache_retention",
     "thinking_tokens",
 }
 

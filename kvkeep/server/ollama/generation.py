@@ -1,18 +1,19 @@
 """`/api/chat` and `/api/generate`: answers of Ollama's API."""
 
 from asyncio import to_thread
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from kvkeep.chat.output import OutputEvent, TextDelta
+from kvkeep.chat.output import TextDelta
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.engine import Finished, GeneratedToken, GenerationRequest
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.fill_in_middle import FillInMiddle
+from kvkeep.server.answer_tokens import AnswerTokens, Attributed, text_tokens
 from kvkeep.server.body_route import body_router
 from kvkeep.server.chat_input import chat_input
 from kvkeep.server.generation import constrain, start_generations
@@ -125,11 +126,10 @@ async def _response(
         chunks = _chunks(stream, answer, reader)
         return ndjson_response(chunks, stream.aclose, answer.chunk(answer.empty()))
     (result,) = await context.collect(stream)
-    events = list[OutputEvent]()
-    for token in result.tokens:
-        events += _read(reader, token)
-    events += _read_end(reader, result.finished)
-    fields = answer.content(events, result.tokens) or answer.empty()
+    read, parts = _part_reader(reader), list[Attributed]()
+    for event in (*result.tokens, result.finished):
+        parts += read(event)
+    fields = answer.content([part for part, _ in parts], text_tokens(parts)) or answer.empty()
     chunk = answer.last(fields, result.finished, **_context_field(stream, answer))
     return JSONResponse(chunk)
 
@@ -137,26 +137,27 @@ async def _response(
 async def _chunks(
     stream: GenerationStream, answer: AnswerFormat, reader: OutputReader | None
 ) -> AsyncIterator[dict[str, Any]]:
+    read = _part_reader(reader)
     async for _, event in stream:
-        if isinstance(event, GeneratedToken):
-            if fields := answer.content(_read(reader, event), [event]):
-                yield answer.chunk(fields)
-        elif isinstance(event, Finished):
-            if fields := answer.content(_read_end(reader, event)):
-                yield answer.chunk(fields)
+        if isinstance(event, PrefillProgress):
+            continue
+        parts = read(event)
+        if fields := answer.content([part for part, _ in parts], text_tokens(parts)):
+            yield answer.chunk(fields)
+        if isinstance(event, Finished):
             yield answer.last(answer.empty(), event, **_context_field(stream, answer))
 
 
-def _read(reader: OutputReader | None, token: GeneratedToken) -> list[OutputEvent]:
-    if reader:
-        return reader.push(token.pieces)
-    return [TextDelta(token.text)] if token.text else []
+def _part_reader(
+    reader: OutputReader | None,
+) -> Callable[[GeneratedToken | Finished], list[Attributed]]:
+    """Return a function that reads the next event of an answer. reader: None for plain text."""
+    return _plain_part if reader is None else AnswerTokens(reader).push
 
 
-def _read_end(reader: OutputReader | None, finished: Finished) -> list[OutputEvent]:
-    if reader:
-        return [*reader.push([finished.text]), *reader.finish()]
-    return [TextDelta(finished.text)] if finished.text else []
+def _plain_part(event: GeneratedToken | Finished) -> list[Attributed]:
+    tokens = [event] if isinstance(event, GeneratedToken) else []
+    return [(TextDelta(event.text), tokens)] if event.text or tokens else []
 
 
 def _context_field(stream: GenerationStream, answer: AnswerFormat) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class _ChatOutput:
     def response(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         fields = {**self.common_fields, "object": "chat.completion", "choices": choices}
-        return {**fields, **usage.usage_and_timings(results)}
+        return {**fields, **self._usage(results)}
 
     def _choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
         choice = self.choices[index]
@@ -126,19 +126,19 @@ class _ChatOutput:
             for chunk in self._chunks(index, event):
                 yield chunk
         if self.body.streams_usage:
-            yield self._event([], **usage.usage_and_timings(stream.results))
+            yield self._event([], **self._usage(stream.results))
         yield DONE
 
+    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
+        return usage.usage_and_timings(results, reasoning_tokens)
+
     def _chunks(self, index: int, event: GeneratedToken | Finished) -> list[bytes]:
-        """Return the chunks of an event. A token's log-probability is in the first of them."""
+        """Return the chunks of an event."""
         choice = self.choices[index]
-        sampled = event if isinstance(event, GeneratedToken) and not choice.ended else None
-        deltas = list(choice.deltas(choice.push(event)))
-        if not deltas and sampled and sampled.logprob:
-            deltas = [{}]
         chunks = [
-            self._chunk(index, delta, sampled=None if number else sampled)
-            for number, delta in enumerate(deltas)
+            self._chunk(index, delta, tokens=tokens)
+            for delta, tokens in choice.deltas(choice.push(event))
         ]
         if isinstance(event, Finished):
             extra: dict[str, Any] = {"timings": usage.llamacpp_timings(event.usage)}
@@ -151,12 +151,14 @@ class _ChatOutput:
         index: int,
         delta: dict[str, Any],
         finish_reason: str | None = None,
-        sampled: GeneratedToken | None = None,
+        tokens: Sequence[GeneratedToken] = (),
         **extra: Any,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        if sampled and sampled.logprob:
-            choice["logprobs"] = {"content": [usage.logprobs_entry(self.tokenizer, sampled)]}
+        if entries := [
+            usage.logprobs_entry(self.tokenizer, token) for token in tokens if token.logprob
+        ]:
+            choice["logprobs"] = {"content": entries}
         return self._event([choice], **extra)
 
     def _event(self, choices: list[dict[str, Any]], **extra: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Choices of chat completions: whole messages, and the deltas of their streaming."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,11 @@ from kvkeep.chat.output import (
     CallStarted,
     Output,
     OutputBuilder,
-    OutputEvent,
     TextDelta,
 )
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
+from kvkeep.server.answer_tokens import AnswerTokens, Attributed, text_tokens
 from kvkeep.server.chat_input import StopAfterFirstCall, is_cut_off
 from kvkeep.server.openai import usage
 from kvkeep.server.openai.custom_calls import generated_input
@@ -34,30 +34,35 @@ class ChatChoice:
     tools: Mapping[str, Tool]
     early_end: StopAfterFirstCall | None = None
     uses_functions: bool = False
-    tokens: list[GeneratedToken] = field(default_factory=list)
+    tokens: list[GeneratedToken] = field(default_factory=list)  # of its text
+    _answer: AnswerTokens = field(init=False)
     _builder: OutputBuilder = field(default_factory=OutputBuilder)
     # The arguments of custom tools' calls, by the calls' indices.
     _custom_texts: dict[int, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._answer = AnswerTokens(self.reader)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of its reasoning."""
+        return self._answer.reasoning_tokens
 
     @property
     def ended(self) -> bool:
         """Whether the first call has ended it."""
         return self.early_end is not None and self.early_end.ended
 
-    def push(self, event: GeneratedToken | Finished) -> list[OutputEvent]:
-        """Follow the generation. Returns what of the answer is now certain."""
-        if isinstance(event, Finished):
-            events = [*self.reader.push([event.text]), *self.reader.finish()]
-        else:
-            events = self.reader.push(event.pieces)
-        if self.ended:
-            return []
-        if isinstance(event, GeneratedToken):
-            self.tokens.append(event)
+    def push(self, event: GeneratedToken | Finished) -> list[Attributed]:
+        """Follow the generation. Returns what of the answer is now certain, with its tokens."""
+        parts = self._answer.push(event)
+        events = [part for part, _ in parts]
         if self.early_end is not None:
             events = self.early_end.up_to_first_call(events)
+        parts = parts[: len(events)]
+        self.tokens += text_tokens(parts)
         self._builder.push(events)
-        return events
+        return parts
 
     @property
     def output(self) -> Output:
@@ -79,15 +84,18 @@ class ChatChoice:
             return "function_call" if self.uses_functions else "tool_calls"
         return usage.FINISH_REASONS[finished.reason]
 
-    def deltas(self, events: list[OutputEvent]) -> Iterator[dict[str, Any]]:
-        """Yield the deltas of a streamed message."""
-        for event in events:
+    def deltas(
+        self, parts: Sequence[Attributed]
+    ) -> Iterator[tuple[dict[str, Any], list[GeneratedToken]]]:
+        """Yield the deltas of a streamed message, with the tokens of its text."""
+        for event, tokens in parts:
             if isinstance(event, TextDelta):
-                yield {"content": event.text}
+                yield {"content": event.text}, tokens
             elif isinstance(event, (CallStarted, CallArguments, CallEnded)):
-                yield from self._call_deltas(event)
+                for delta in self._call_deltas(event):
+                    yield delta, []
             else:
-                yield {"reasoning_content": event.text}
+                yield {"reasoning_content": event.text}, []
 
     def _call_deltas(
         self, event: CallStarted | CallArguments | CallEnded

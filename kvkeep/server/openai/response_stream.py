@@ -2,13 +2,14 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvkeep.chat.output import OutputEvent, ReasoningDelta, TextDelta
+from kvkeep.chat.output import TextDelta
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken, PrefillProgress
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.answer_tokens import AnswerTokens, Attributed
 from kvkeep.server.chat_input import StopAfterFirstCall, is_cut_off
 from kvkeep.server.errors import ApiError
 from kvkeep.server.generation_stream import StreamEvent
@@ -32,10 +33,14 @@ class ResponseReading:
 
         generates: whether there is an answer, and not the evaluation of the prompt alone.
         """
-        self.status, self.reasoning_tokens = "in_progress", 0
-        self._reader, self._items, self._codec = reader, items, codec
+        self.status = "in_progress"
+        self._answer, self._items, self._codec = AnswerTokens(reader), items, codec
         self._early_end, self._generates = early_end, generates
-        self._tokens: list[GeneratedToken] = []  # whose text was not read so far
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of the reasoning."""
+        return self._answer.reasoning_tokens
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -49,13 +54,11 @@ class ResponseReading:
     def push(self, event: GeneratedToken | Finished) -> Iterator[ItemEvent]:
         """Yield the events of the stream that follow from the generation's next event."""
         if isinstance(event, GeneratedToken):
-            self._tokens.append(event)
-            yield from self._push_outputs(self._reader.push(event.pieces))
+            yield from self._push_outputs(self._answer.push(event))
         elif not self._generates:
             self.status = "completed"
         else:
-            yield from self._push_outputs(self._reader.push([event.text]))
-            yield from self._push_outputs(self._reader.finish())
+            yield from self._push_outputs(self._answer.push(event))
             is_partial = self._items.ends_with_partial_call or is_cut_off(event, self._early_end)
             self.status = "incomplete" if is_partial else "completed"
             yield from self._items.finish(self.status)
@@ -65,13 +68,11 @@ class ResponseReading:
         if not isinstance(event, PrefillProgress):
             deque(self.push(event), maxlen=0)
 
-    def _push_outputs(self, events: list[OutputEvent]) -> Iterator[ItemEvent]:
+    def _push_outputs(self, parts: Sequence[Attributed]) -> Iterator[ItemEvent]:
+        events = [event for event, _ in parts]
         if self._early_end is not None:
             events = self._early_end.up_to_first_call(events)
-        for event in events:
-            tokens, self._tokens = self._tokens, []
-            if isinstance(event, ReasoningDelta):
-                self.reasoning_tokens += len(tokens)
+        for event, tokens in parts[: len(events)]:
             logprobs = []
             if isinstance(event, TextDelta):
                 logprobs = [logprobs_entry(self._codec, token) for token in tokens if token.logprob]

@@ -22,9 +22,11 @@ def completion_fields(prefix: str, service: Service) -> dict[str, Any]:
     return {"id": completion_id, "created": int(time.time()), "model": service.model_name}
 
 
-def usage_and_timings(results: Sequence[GenerationResult]) -> dict[str, Any]:
+def usage_and_timings(results: Sequence[GenerationResult], reasoning_tokens: int) -> dict[str, Any]:
+    """Return the usage, timings and own fields of a chat's generations."""
     usages = [result.finished.usage for result in results]
-    fields = {"usage": openai_usage(results), "timings": llamacpp_timings(usages[0])}
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    fields = {"usage": openai_usage(results) | details, "timings": llamacpp_timings(usages[0])}
     return {**fields, **own_fields(*usages)}
 
 
