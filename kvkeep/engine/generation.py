@@ -182,7 +182,8 @@ class Generation(Iterator[GenerationEvent]):
         if self._speculation is None:
             request, core = self.request, self.record.live.core
             tries_drafts = default if request.speculate is None else request.speculate
-            ends_after = end_check(core, request.sampling.stop, self._end_tokens)
+            sampling = request.sampling
+            ends_after = end_check(core, sampling.stop, self._end_tokens, sampling.reasoning)
             self._speculation = Speculation(core, request.sampling, ends_after, tries_drafts)
         return self._speculation
 
@@ -312,4 +313,5 @@ class Generation(Iterator[GenerationEvent]):
     def _text_stream(self) -> TextStream:
         """Decodes the generated tokens to text, and finds stop strings in it."""
         codec = self.record.live.core.model.text
-        return TextStream(codec, self.request.sampling.stop, self._context)
+        sampling = self.request.sampling
+        return TextStream(codec, sampling.stop, self._context, sampling.reasoning)

@@ -20,6 +20,7 @@ from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.generation_stream import GenerationResult
 from kvkeep.server.service import RequestContext
 from kvkeep.session.sampling import Constraint, Sampling
+from kvkeep.session.stop_gate import ReasoningMarkers
 
 _TITLE_LENGTH = 60  # characters
 _OPENING_TAG = re.compile(r"\s*<(\w{1,40}[-_][\w-]{1,40})>")  # no HTML tag has two words
@@ -119,7 +120,8 @@ class ChatInput:
     ) -> "tuple[ChatInput, list[Sampling]]":
         """Constrain samplings to a forced call, or to a JSON schema or GBNF grammar, if given.
 
-        Besides an answer by a schema, calls of the tools stay possible.
+        Besides an answer by a schema, calls of the tools stay possible. Stop strings count behind
+        the reasoning.
 
         Returns the input whose readers read such answers, and the samplings, each with a constraint
         of its own. The answer is constrained, and not the reasoning before it. reasoning_budget:
@@ -138,7 +140,9 @@ class ChatInput:
         def constrained() -> list[Sampling]:
             return [
                 replace(
-                    sampling, constraint=answer.constraint(model, self.prompt, reasoning_budget)
+                    sampling,
+                    constraint=answer.constraint(model, self.prompt, reasoning_budget),
+                    reasoning=self._reasoning_markers,
                 )
                 for sampling in samplings
             ]
@@ -150,6 +154,14 @@ class ChatInput:
             replace(self, schema_calls=answer.schema_calls, constrained=is_constrained),
             result,
         )
+
+    @property
+    def _reasoning_markers(self) -> ReasoningMarkers | None:
+        """The markers of the answer's reasoning; None if the prompt ends behind its beginning."""
+        in_reasoning = self.prompt.starts_in_reasoning
+        if self.prompt.continues and not in_reasoning:
+            return None
+        return ReasoningMarkers.of(self.renderer.output_format, in_reasoning)
 
     @property
     def written_tokens(self) -> int:

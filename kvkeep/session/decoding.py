@@ -104,7 +104,7 @@ def _complete_stream(
         raise
     except BaseException as error:
         core.finish_reason = _failure_reason(error)
-        text_stream = TextStream(core.model.text, sampling.stop, context_ids)
+        text_stream = TextStream(core.model.text, sampling.stop, context_ids, sampling.reasoning)
         ids = core.memory.tokens[len(context_ids) :]
         all_pieces = [piece for token in ids for piece in text_stream.push_pieces(token)]
         all_pieces.append(text_stream.flush())
@@ -131,7 +131,7 @@ def _stream_pieces(
     speculate: bool,
 ) -> Generator[list[str | int], None, None]:
     """Yield pieces that are certain, and set the core's `finish_reason` at the end."""
-    text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens)
+    text_stream = TextStream(core.model.text, sampling.stop, core.memory.tokens, sampling.reasoning)
     for tokens in _sampled_runs(core, max_tokens, sampling, end_ids, speculate):
         pieces = list[str | int]()
         for token in tokens:  # only the last one can end the generation
@@ -167,7 +167,8 @@ def _sampled_runs(
         for _ in range(left):
             yield [next_token(core, sampling)]
         return
-    speculation = Speculation(core, sampling, end_check(core, sampling.stop, end_ids))
+    ends_after = end_check(core, sampling.stop, end_ids, sampling.reasoning)
+    speculation = Speculation(core, sampling, ends_after)
     planner = DraftPlanner()
     while left > 0:
         (run,) = sample_runs([speculation], [left], planner)

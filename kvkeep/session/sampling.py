@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.stop_gate import ReasoningMarkers
 
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
 
@@ -56,6 +57,8 @@ class Sampling:
         with the same end, before the longest.
     logit_bias: pairs of a token id and a number that is added to its logit; those of one token are
         added up.
+    reasoning: the markers of reasoning at the answer's beginning, in which the strings of `stop`
+        count for nothing; None where there is none.
     constraint: masks the tokens that are not allowed next, such as a grammar. It follows the
         sampled tokens, so that it belongs to one generation of one session.
     """
@@ -71,6 +74,7 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    reasoning: ReasoningMarkers | None = None
     constraint: Constraint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampler import Sampler
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.stop_gate import ReasoningMarkers
 from kvkeep.session.streaming import TextStream
 
 _MAX_ROWS = 64  # of a forward, unless it has more sessions
@@ -152,10 +153,16 @@ class Speculation:
 
 
 def end_check(
-    core: SessionCore, stop: tuple[str, ...], end_ids: Sequence[int]
+    core: SessionCore,
+    stop: tuple[str, ...],
+    end_ids: Sequence[int],
+    reasoning: ReasoningMarkers | None = None,
 ) -> Callable[[int], bool]:
-    """Return a function that tells whether a generation ends after a token, called for each."""
-    stream = TextStream(core.model.text, stop, core.memory.tokens)
+    """Return a function that tells whether a generation ends after a token, called for each.
+
+    reasoning: as of `TextStream`.
+    """
+    stream = TextStream(core.model.text, stop, core.memory.tokens, reasoning)
 
     def ends_after(token: int) -> bool:
         if stop and token not in end_ids:

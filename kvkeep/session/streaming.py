@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.rendering import overlap_length
+from kvkeep.session.stop_gate import ReasoningMarkers, StopGate
 
 CONTEXT_TOKENS = 16  # preceding tokens to push first, as the first character may begin in them
 
@@ -15,15 +16,24 @@ class TextStream:
     The stop string that is complete first ends the text, wherever the borders of tokens are; of
     several that are complete with the same character, the longest.
 
-    context: the preceding tokens, which may end inside a character. matched_stop: what ended it.
+    context: the preceding tokens, which may end inside a character. reasoning: the markers of
+    reasoning at the beginning, in which stop strings count for nothing. matched_stop: what ended
+    it.
     """
 
-    def __init__(self, codec: TextCodec, stop: tuple[str, ...], context: Sequence[int] = ()):
+    def __init__(
+        self,
+        codec: TextCodec,
+        stop: tuple[str, ...],
+        context: Sequence[int] = (),
+        reasoning: ReasoningMarkers | None = None,
+    ):
         self._codec = codec
         self._pieces = codec.piece_stream(skip_special=True)
         for token in context[-CONTEXT_TOKENS:]:
             self._piece(token)
         self._stop = stop
+        self._gate = StopGate(reasoning) if stop and reasoning else None
         self._held = ""
         self._pushed_chars, self._released_chars = 0, 0
         self._withheld = deque[int]()  # `_pushed_chars` after each token with text that is not out
@@ -47,7 +57,7 @@ class TextStream:
 
         Neither a stop string nor a character reaches across a control token.
         """
-        released = self._release(self._piece(token))
+        released = self._release(self._piece(token), self._codec.control_text(token))
         self._withheld.append(self._pushed_chars)
         is_control = self._codec.is_control(token) and not self.stopped
         if is_control:
@@ -72,11 +82,21 @@ class TextStream:
         before = self._pieces.flush() if self._codec.is_control(token) else ""
         return before + self._pieces.push(token)
 
-    def _release(self, piece: str) -> str:
-        """Append a piece; return the text that cannot be part of a stop string."""
+    def _release(self, piece: str, control: str = "") -> str:
+        """Append a piece; return the text that cannot be part of a stop string.
+
+        control: the text of a control token behind it.
+        """
         self._pushed_chars += len(piece)
         if self.stopped:
             return ""
+        free = self._gate.free_length(piece, control) if self._gate else 0
+        reasoning = ""
+        if free:
+            reasoning, self._held = self._held + piece[:free], ""
+        return reasoning + self._release_answer(piece[free:])
+
+    def _release_answer(self, piece: str) -> str:
         self._held += piece
         starts = {stop: self._held.find(stop) for stop in self._stop}
         if matches := [(i + len(stop), i, stop) for stop, i in starts.items() if i >= 0]:

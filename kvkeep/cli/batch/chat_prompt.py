@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvkeep.chat.renderer import RenderedPrompt
     from kvkeep.server.answer_grammar import AnswerGrammar
     from kvkeep.session.sampling import Constraint
+    from kvkeep.session.stop_gate import ReasoningMarkers
 
 _ANSWER_FIELDS = ("response_format", "tools", "tool_choice")  # the grammar depends on them
 _ANY_MESSAGES = [{"role": "user", "content": "-"}]
@@ -34,6 +35,16 @@ class ChatPrompt:
     grammar: "AnswerGrammar | None" = None
     reasoning_budget: int | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def reasoning_markers(self) -> "ReasoningMarkers | None":
+        """The markers of the answer's reasoning; None if the prompt ends behind its beginning."""
+        from kvkeep.session.stop_gate import ReasoningMarkers
+
+        in_reasoning = self.prompt.starts_in_reasoning
+        if self.prompt.continues and not in_reasoning:
+            return None
+        return ReasoningMarkers.of(self.model.renderer.output_format, in_reasoning)
 
     def new_constraint(self) -> "Constraint | None":
         """Return the constraint of one generation, if any."""

@@ -73,6 +73,8 @@ class BatchRequest:
             limit = next(filter(None, map(body.get, _MAX_TOKENS_FIELDS)), default_max_tokens)
             limit = model.spec.max_positions if limit < 0 else limit  # -1: no limit
             sampling = self._sampling_parameters(default_sampling)
+            if chat is not None:
+                sampling = replace(sampling, reasoning=chat.reasoning_markers)
             return PreparedRequest(self, GenerationRequest(tuple(ids), limit, sampling), chat)
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.location}: {error}") from error

@@ -40,6 +40,7 @@ from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
+from kvkeep.session.stop_gate import ReasoningMarkers
 from kvkeep.session.turn_template import count_system_tokens
 
 router = body_router()
@@ -187,6 +188,9 @@ def _turn_request(
             speculate=body.speculate,
             on_end=lambda *_: chat.end_turn(),
         )
+    renderer = model.renderer
+    markers = ReasoningMarkers.of(renderer.output_format, renderer.starts_in_reasoning)
+    sampling = replace(sampling, reasoning=markers)
     chat.require_room(question)
     if chat.is_open:
         chat.end_turn()
