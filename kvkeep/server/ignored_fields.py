@@ -116,11 +116,24 @@ CHAT_RULES = FieldRules(
         "modalities": 'the model writes text only; leave it out, or send ["text"]',
     }
 )
-COMPLETION_RULES = FieldRules()
-LLAMACPP_RULES = FieldRules()
+_ELSEWHERE = "ask for it in a chat, or send json_schema or grammar to /completion"
+_GUIDED = dict.fromkeys(
+    (
+        "guided_json",
+        "guided_choice",
+        "guided_grammar",
+        "guided_regex",
+        "structured_outputs",
+    ),
+    _ELSEWHERE,
+)
+_GRAMMARS = _GUIDED | dict.fromkeys(("grammar", "json_schema"), _ELSEWHERE)
+COMPLETION_RULES = FieldRules(refused=_GRAMMARS)
+LLAMACPP_RULES = FieldRules(refused=_GUIDED)
 RESPONSES_RULES = FieldRules(
     harmless=("client_metadata", "include", "stream_options"),
     refused={
+        **dict.fromkeys(_GRAMMARS, "send a JSON schema as text.format"),
         "background": "a response ends with its connection; leave it out, and stream the response",
         "conversation": "the server stores responses only; continue with previous_response_id",
         "prompt": "the server stores no prompt templates; send the text as instructions and input",

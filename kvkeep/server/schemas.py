@@ -126,13 +126,17 @@ class StreamOptions(RequestBody):
 
 
 class SamplingParams(RequestBody):
-    """Sampling parameters, by OpenAI's names, and by llama.cpp's for those that OpenAI lacks."""
+    """Sampling parameters, by OpenAI's names, and by llama.cpp's for those that OpenAI lacks.
+
+    repetition_penalty: as repeat_penalty, but of all tokens unless repeat_last_n says how many.
+    """
 
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None  # 0: only the likeliest token
     top_k: Annotated[int | None, Field(ge=-1, le=10_000_000)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repeat_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None  # vLLM's name
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=10_000_000)] = None
     presence_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
@@ -148,14 +152,17 @@ class SamplingParams(RequestBody):
         """Return a `Sampling` for each generation. defaults: of what the request leaves out."""
         seed = secrets.randbelow(_SEED_LIMIT) if self.seed is None or self.seed < 0 else self.seed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        last_n = self.repeat_last_n
+        penalty, last_n = self.repeat_penalty, self.repeat_last_n
+        if penalty is None and self.repetition_penalty is not None:
+            penalty = self.repetition_penalty
+            last_n = -1 if last_n is None else last_n  # of all tokens, as in vLLM
         top_k = self.top_k and max(0, self.top_k)  # -1, as 0: no limit
         parameters = {
             "temperature": self.temperature,
             "top_k": 1 if self.top_p == 0 else top_k,
             "top_p": self.top_p or None,
             "min_p": self.min_p,
-            "repetition_penalty": self.repeat_penalty,
+            "repetition_penalty": penalty,
             "repetition_window": 2**31 if last_n == -1 else last_n,  # -1: all tokens
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,

@@ -1,5 +1,6 @@
 """Headers that name the ignored fields of a request; refused fields."""
 
+import json
 from typing import Any
 
 import httpx
@@ -65,6 +66,11 @@ def test_fields_of_nested_objects_are_named_by_their_path(server: RunningServer)
         ("/v1/chat/completions", "audio", {"voice": "alloy", "format": "wav"}),
         ("/v1/chat/completions", "modalities", ["text", "audio"]),
         ("/v1/responses", "background", True),
+        ("/v1/responses", "guided_json", {"type": "object"}),
+        ("/v1/responses", "grammar", 'root ::= "a"'),
+        ("/v1/completions", "guided_choice", ["a"]),
+        ("/v1/completions", "json_schema", {"type": "object"}),
+        ("/completion", "structured_outputs", {"choice": ["a"]}),
         ("/v1/responses", "conversation", "conv_1"),
         ("/v1/responses", "prompt", {"id": "pmpt_1"}),
     ],
@@ -116,3 +122,90 @@ def test_headers_are_short_printable_lines(fields: list[str], warnings: list[str
         assert len(value) <= 1000
         assert value.isascii()
         assert value.decode().isprintable()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "answers"),
+    [
+        ("guided_json", SCHEMA, {'{"a": true}', '{"a": false}'}),
+        ("guided_json", json.dumps(SCHEMA), {'{"a": true}', '{"a": false}'}),
+        ("structured_outputs", {"json": SCHEMA}, {'{"a": true}', '{"a": false}'}),
+        ("guided_choice", ["Yes\n", 'a "no"'], {"Yes\n", 'a "no"'}),
+        ("structured_outputs", {"choice": ["Yes", "No"]}, {"Yes", "No"}),
+        ("guided_grammar", 'root ::= "x" | "y"', {"x", "y"}),
+        ("structured_outputs", {"grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
+    ],
+    ids=repr,
+)
+def test_forms_by_the_names_of_vllm_are_followed(
+    server: RunningServer, field: str, value: Any, answers: set[str]
+) -> None:
+    response = post(server, "/v1/chat/completions", **{field: value, "max_tokens": 30})
+    assert response.status_code == 200, response.text
+    text = response.json()["choices"][0]["message"]["content"]
+    if "json" in field or (isinstance(value, dict) and "json" in value):
+        text = json.dumps(json.loads(text))
+    assert text in answers
+    assert IGNORED not in response.headers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a+"},
+        {"structured_outputs": {"regex": "a+"}},
+        {"structured_outputs": {"structural_tag": {"type": "x"}}},
+        {"guided_json": "no JSON"},
+        {"guided_json": SCHEMA, "guided_choice": ["a"]},
+        {"guided_json": SCHEMA, "structured_outputs": {"choice": ["a"]}},
+        {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
+        {"guided_choice": []},
+    ],
+    ids=repr,
+)
+def test_forms_that_cannot_be_followed_are_refused(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    assert post(server, "/v1/chat/completions", **fields).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_repetition_penalty_by_either_name_gives_the_same(
+    server: RunningServer, path: str
+) -> None:
+    key = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    question = {"messages": MESSAGES, "input": "Hi", "prompt": "Hi", "temperature": 0, key: 12}
+    names = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
+    prompt = names.get(path, "prompt")
+    body = {name: question[name] for name in (prompt, "temperature", key)}
+    with server.client() as client:
+        texts = [
+            text_of(client.post(path, json={**body, **fields}).json())
+            for fields in (
+                {},
+                {"repetition_penalty": 30.0},
+                {"repeat_penalty": 30.0, "repeat_last_n": -1},
+            )
+        ]
+    assert texts[1] == texts[2] != texts[0]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
+    choice = answer["choices"][0]
+    return str(choice.get("text") or choice["message"]["content"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_n_predict_limits_the_tokens(server: RunningServer, path: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != "max_tokens"}
+    with server.client() as client:
+        response = client.post(path, json={**body, "n_predict": 3, "ignore_eos": True})
+        both = client.post(path, json={**body, "n_predict": 3, "max_tokens": 2, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 3
+    assert both.json()["usage"]["completion_tokens"] == 2
+    assert IGNORED not in response.headers

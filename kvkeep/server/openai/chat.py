@@ -34,7 +34,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
     for message in body.messages:
         context.notices.ignore(*unknown_part_types(message.get("content"), "messages.content"))
-    schema, logprobs = body.output_schema(), body.num_logprobs
+    schema, grammar, logprobs = body.output_schema(), body.output_grammar(), body.num_logprobs
     prompt = await chat_input(context, body.chat, body.render_options())
     limit = context.service.max_tokens(body.token_limit)
     request = GenerationRequest(
@@ -49,7 +49,7 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     )
     samplings = body.samplings(context.default_sampling, body.n or 1)
     budget = body.max_reasoning_tokens
-    prompt, samplings = await prompt.constrain(samplings, schema, body.grammar, budget)
+    prompt, samplings = await prompt.constrain(samplings, schema, grammar, budget)
     single_call = body.uses_functions or body.parallel_tool_calls is False
     ends: Sequence[StopAfterFirstCall | None] = [None] * len(samplings)
     if single_call and prompt.chat.callable_tools:

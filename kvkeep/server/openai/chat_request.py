@@ -22,6 +22,7 @@ from kvkeep.server.limits import (
     Tools,
 )
 from kvkeep.server.openai.cache_fields import PinningRequest
+from kvkeep.server.openai.guided_fields import GuidedFields
 from kvkeep.server.schemas import CompletionParams, RequestBody
 
 _CHAT_FIELDS = ("messages", "tools", "tool_choice", "functions", "function_call")
@@ -53,12 +54,13 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-class ChatRequest(CompletionParams, PinningRequest, OwnFields):
+class ChatRequest(CompletionParams, PinningRequest, GuidedFields, OwnFields):
     """A conversation, and how to answer it."""
 
     messages: Messages
     max_tokens: _Tokens = None
     max_completion_tokens: _Tokens = None
+    n_predict: _Tokens = None
     n: Annotated[int | None, Field(ge=1, le=MAX_BATCH)] = None
     stream: bool | None = None
     logprobs: bool | None = None
@@ -99,7 +101,7 @@ class ChatRequest(CompletionParams, PinningRequest, OwnFields):
     def token_limit(self) -> int | None:
         if self.prewarms:
             return 0
-        limits = (self.max_completion_tokens, self.max_tokens)
+        limits = (self.max_completion_tokens, self.max_tokens, self.n_predict)
         limit = next((limit for limit in limits if limit is not None), None)
         return None if limit == -1 else limit
 
@@ -116,4 +118,14 @@ class ChatRequest(CompletionParams, PinningRequest, OwnFields):
     def output_schema(self) -> Mapping[str, Any] | None:
         """Return the JSON schema that the output must follow; None for any text."""
         output_format = self.response_format or ResponseFormat()
-        return self.json_schema if output_format.type == "text" else output_format.output_schema()
+        schema, _ = self.guided_form()
+        if output_format.type == "text":
+            return schema or self.json_schema
+        if self.guided_form() != (None, None):
+            raise InvalidArgument("response_format and guided_* exclude each other")
+        return output_format.output_schema()
+
+    def output_grammar(self) -> str | None:
+        """Return the grammar in GBNF that the output must follow; None for any text."""
+        _, grammar = self.guided_form()
+        return grammar or self.grammar

@@ -10,7 +10,7 @@ from typing import Any
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.server.openai import stored_items
 from kvkeep.server.openai.compaction import compact_conversation
-from kvkeep.server.openai.response_prompt import Conversation
+from kvkeep.server.openai.response_prompt import ResponseConversation
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder
 from kvkeep.server.service import RequestContext
@@ -19,7 +19,7 @@ from kvkeep.server.service import RequestContext
 async def compaction_response(
     response: dict[str, Any],
     body: ResponsesRequest,
-    conversation: Conversation,
+    conversation: ResponseConversation,
     context: RequestContext,
 ) -> dict[str, Any]:
     """Compact a conversation, and return the response; store it unless `store` is false.
@@ -37,7 +37,7 @@ async def compaction_response(
 
 
 async def _store(
-    response: dict[str, Any], conversation: Conversation, context: RequestContext
+    response: dict[str, Any], conversation: ResponseConversation, context: RequestContext
 ) -> None:
     engine, name, owner = context.engine, response["id"], context.owner
     try:

@@ -38,14 +38,15 @@ class CompletionRequest(CompletionParams, OwnFields):
     """A request.
 
     prompt: a text, token ids, or a list of texts and lists of token ids, each of which gets `n`
-    choices. max_tokens: -1 for no limit. suffix: what comes after the generated text, for models
-    that can fill in the middle. best_of: choices to generate; the `n` with the highest mean log
-    probability are returned. echo: begin each choice with its prompt, also in `logprobs`.
+    choices. max_tokens, or n_predict: -1 for no limit. suffix: what comes after the generated text,
+    for models that can fill in the middle. best_of: choices to generate; the `n` with the highest
+    mean log probability are returned. echo: begin each choice with its prompt, also in `logprobs`.
     """
 
     prompt: LongText | TokenIds | Annotated[list[LongText | TokenIds], Field(max_length=MAX_BATCH)]
     suffix: LongText | None = None
     max_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = _DEFAULT_MAX_TOKENS
+    n_predict: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
     n: _Count = None
     best_of: _Count = None
     stream: bool | None = None
@@ -66,6 +67,8 @@ class CompletionRequest(CompletionParams, OwnFields):
     def token_limit(self) -> int | None:
         """The most tokens to generate; None for no limit."""
         limit = _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.n_predict is not None and "max_tokens" not in self.model_fields_set:
+            limit = self.n_predict
         return None if limit < 0 else limit
 
     def prompts(self) -> list[str | list[int]]:

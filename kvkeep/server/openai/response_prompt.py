@@ -27,7 +27,7 @@ _PROMPT_FIELDS = {"instructions", "tools", "tool_choice"}
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ResponseConversation:
     """The items that a response answers, stored ones included.
 
     expanded: the same with the history in place of a compaction item. handle: of the session of
@@ -49,22 +49,24 @@ class Conversation:
         return client_types([*(body.tools or ()), *self.added_tools])
 
 
-async def read_conversation(body: ResponsesRequest, context: RequestContext) -> Conversation:
+async def read_conversation(
+    body: ResponsesRequest, context: RequestContext
+) -> ResponseConversation:
     """Return the conversation of a request. Raises as `stored_items.conversation`."""
     items = await stored_items.conversation(body.input, body.previous_response_id, context)
     ends_with_trigger = bool(items) and item_type(items[-1]) == TRIGGER
     conversation = await expand([item for item in items if item_type(item) != TRIGGER], context)
     expanded, handle = conversation.expanded, conversation.handle
-    return Conversation(conversation.items, expanded, handle, ends_with_trigger)
+    return ResponseConversation(conversation.items, expanded, handle, ends_with_trigger)
 
 
-async def expand(items: list[dict[str, Any]], context: RequestContext) -> Conversation:
+async def expand(items: list[dict[str, Any]], context: RequestContext) -> ResponseConversation:
     """Return the conversation of these items."""
-    return Conversation(items, *await expand_items(items, context))
+    return ResponseConversation(items, *await expand_items(items, context))
 
 
 async def prompt_of(
-    conversation: Conversation, body: ResponsesRequest, context: RequestContext
+    conversation: ResponseConversation, body: ResponsesRequest, context: RequestContext
 ) -> ChatInput:
     """Return the prompt of a conversation."""
     parse = partial(parse_items, body, conversation.expanded)

@@ -34,7 +34,7 @@ from kvkeep.server.openai.compaction_response import compaction_events, compacti
 from kvkeep.server.openai.response_configuration import configured
 from kvkeep.server.openai.response_items import ResponseItems, final_fields, new_response
 from kvkeep.server.openai.response_prompt import (
-    Conversation,
+    ResponseConversation,
     expand,
     name_ignored,
     parse_items,
@@ -156,7 +156,7 @@ async def _exceeds_threshold(
 
 
 async def _start(
-    body: ResponsesRequest, conversation: Conversation, context: RequestContext
+    body: ResponsesRequest, conversation: ResponseConversation, context: RequestContext
 ) -> _PendingResponse:
     """Prepare the response's session, and start the generation in it."""
     service, owner, schema = context.service, context.owner, body.output_schema()
