@@ -41,6 +41,7 @@ from kvkeep.server.openai.response_prompt import (
     prompt_of,
     read_conversation,
 )
+from kvkeep.server.openai.response_replay import replayed_events
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.openai.response_stream import EventEncoder, ResponseReading
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
@@ -101,10 +102,18 @@ async def input_tokens(body: ResponsesRequest, context: ContextDep) -> dict[str,
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
-@router.get("/v1/responses/{response}")
-async def retrieve(response_id: _ResponseId, context: ContextDep) -> dict[str, Any]:
-    """Return a stored response."""
-    return await stored_items.stored_response(response_id, context)
+@router.get("/v1/responses/{response}", response_model=None, responses=JSON_OR_EVENTS)
+async def retrieve(
+    response_id: _ResponseId,
+    context: ContextDep,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=-1, lt=2**53)] = None,
+) -> Response | dict[str, Any]:
+    """Return a stored response, or replay its events; those behind one of this number."""
+    response = await stored_items.stored_response(response_id, context)
+    if not stream:
+        return response
+    return sse_response(replayed_events(response, starting_after), None)
 
 
 @router.get("/v1/responses/{response}/input_items")
@@ -132,7 +141,7 @@ async def cancel(response_id: _ResponseId, context: ContextDep) -> dict[str, Any
     """Cancel a response in progress, after the current token."""
     pending = context.service.pending_responses.get((context.owner, response_id))
     if pending is None:
-        return await retrieve(response_id, context)
+        return await stored_items.stored_response(response_id, context)
     pending.stream.cancel()
     return {**pending.response, "status": "cancelled"}
 
