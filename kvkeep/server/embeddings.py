@@ -21,8 +21,13 @@ from kvkeep.server.overflow import overflow_error
 from kvkeep.server.schemas import RequestBody
 from kvkeep.server.service import ContextDep, RequestContext
 from kvkeep.session.embedding import normalized
+from kvkeep.session.token_diff import common_length
 
 router = body_router()
+_FOREIGN_IDS = (
+    "input: the token ids seem to be of another tokenizer than this model's: send texts "
+    "(LangChain: check_embedding_ctx_length=False)"
+)
 _RULES = FieldRules(harmless=("keep_alive", "options", "priority"))
 _Text = LongText | TokenIds
 _Inputs = _Text | Annotated[list[_Text], Field(max_length=MAX_INPUTS)]
@@ -133,6 +138,8 @@ async def _embed(context: RequestContext, inputs: _Inputs, truncate: bool = Fals
     texts: Sequence[Any] = [inputs] if is_single else inputs
     limit, spec = min(service.context_size, service.model.spec.max_positions), service.model.spec
     encoded = await to_thread(_encode_all, texts, context.tokenizer, spec.vocab_size)
+    if await to_thread(_have_foreign_ids, texts, context.tokenizer):
+        context.notices.warn(_FOREIGN_IDS)
     longest = max(map(len, encoded))
     if longest > limit and not truncate:
         raise overflow_error(service, longest)
@@ -156,6 +163,22 @@ def _encode_all(texts: Sequence[_Text], tokenizer: TextCodec, vocab_size: int) -
         else validation.token_ids("input", text, vocab_size)
         for text in texts
     ]
+
+
+def _have_foreign_ids(texts: Sequence[_Text], tokenizer: TextCodec) -> bool:
+    """Whether token ids seem to be of another tokenizer: their text has mostly other ones here.
+
+    Ids where a text was cut may differ without that.
+    """
+    for text in texts:
+        if isinstance(text, str):
+            continue
+        ids = [token for token in text if not tokenizer.is_control(token)]
+        own_ids = tokenizer.encode(tokenizer.decode(ids))
+        same = common_length(ids, own_ids) + common_length(ids[::-1], own_ids[::-1])
+        if 2 * same < len(ids):
+            return True
+    return False
 
 
 def _shortened(vector: Tensor, dimensions: int | None) -> Tensor:

@@ -111,6 +111,25 @@ def test_openais_client_gets_the_vectors_of_transformers(
         assert close([entry.embedding], expected[:1])
 
 
+def test_token_ids_of_another_tokenizer_are_reported(
+    embedding_server: RunningServer, folder: Path
+) -> None:
+    text = "the long and the short of it, and then the rest of the text " * 3
+    own_ids = encode(folder, text)
+    foreign_ids = encode(folder, "é")[-1:] * 20  # no text has these bytes
+    url = f"{embedding_server.url}/v1/embeddings"
+    for inputs, is_foreign in (
+        (text, False),
+        (own_ids, False),
+        ([own_ids[3:-3], encode(folder, "A")], False),
+        ([own_ids, foreign_ids], True),
+    ):
+        response = httpx.post(url, json={"model": "m", "input": inputs}, timeout=120)
+        assert response.status_code == 200, response.text
+        warning = response.headers.get("X-Kvkeep-Warning", "")
+        assert ("check_embedding_ctx_length=False" in warning) == is_foreign
+
+
 def test_fewer_dimensions_are_the_first_ones_of_length_one(
     embedding_server: RunningServer, expected: list[list[float]]
 ) -> None:
