@@ -209,3 +209,13 @@ def test_n_predict_limits_the_tokens(server: RunningServer, path: str) -> None:
     assert response.json()["usage"]["completion_tokens"] == 3
     assert both.json()["usage"]["completion_tokens"] == 2
     assert IGNORED not in response.headers
+
+
+def test_names_of_speakers_are_named_as_ignored(server: RunningServer) -> None:
+    messages = [{**MESSAGES[0], "name": "alice"}, {**MESSAGES[0], "name": "bob"}]
+    response = post(server, "/v1/chat/completions", messages=messages)
+    assert response.headers[IGNORED] == "messages.name"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "name": "f", "content": "1"}
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, result]
+    assert IGNORED not in post(server, "/v1/chat/completions", messages=history).headers

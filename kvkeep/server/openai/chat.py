@@ -24,6 +24,7 @@ from kvkeep.server.service import ContextDep
 from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = body_router()
+_NAMING_ROLES = ("tool", "function")  # whose names say which call a result is of
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=JSON_OR_EVENTS)
@@ -34,6 +35,8 @@ async def chat(body: ChatRequest, context: ContextDep) -> Response | dict[str, A
     context.notices.ignore(*(f"tools.{kind}" for kind in hosted_tools(body.tools)))
     for message in body.messages:
         context.notices.ignore(*unknown_part_types(message.get("content"), "messages.content"))
+        if message.get("name") and message.get("role") not in _NAMING_ROLES:
+            context.notices.ignore("messages.name")
     schema, grammar, logprobs = body.output_schema(), body.output_grammar(), body.num_logprobs
     prompt = await chat_input(context, body.chat, body.render_options())
     limit = context.service.max_tokens(body.token_limit)
