@@ -8,7 +8,7 @@ from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
 
 _CONTROL = "\ud800"  # stands for a control token; decoded text has no lone surrogates
-Span = tuple[int, int]
+_Range = tuple[int, int]
 Attributed = tuple[OutputEvent, list[GeneratedToken]]
 
 
@@ -29,7 +29,7 @@ class AnswerTokens:
         self._reader = reader
         self._text = ""  # that no event contains so far
         self._start = 0  # offset of this text in the answer
-        self._groups = deque[tuple[Span, list[GeneratedToken]]]()  # offsets in the answer
+        self._groups = deque[tuple[_Range, list[GeneratedToken]]]()  # offsets in the answer
         self._without_text: list[GeneratedToken] = []
 
     def push(self, event: GeneratedToken | Finished) -> list[Attributed]:
@@ -74,7 +74,7 @@ class AnswerTokens:
                 position -= 1  # a control token that the reader drops
         return position
 
-    def _take(self, span: Span | None) -> list[GeneratedToken]:
+    def _take(self, span: _Range | None) -> list[GeneratedToken]:
         """Return the tokens of a span, which are of no later one, and drop those before it."""
         if span is None:
             return []
@@ -92,13 +92,13 @@ class AnswerTokens:
             self._groups.popleft()
 
 
-def _find_spans(read: str, events: Sequence[OutputEvent]) -> list[Span | None]:
+def _find_spans(read: str, events: Sequence[OutputEvent]) -> list[_Range | None]:
     """Return where the text of each event is in what was read; None for parts of calls.
 
     Behind the last text there may be white space that waits, and before each anything that was
     left out: texts are looked for from the end, those before a call from the start.
     """
-    spans: list[Span | None] = [None] * len(events)
+    spans: list[_Range | None] = [None] * len(events)
     end, call_follows = len(read), False
     for index in reversed(range(len(events))):
         event = events[index]
@@ -112,7 +112,7 @@ def _find_spans(read: str, events: Sequence[OutputEvent]) -> list[Span | None]:
     return spans
 
 
-def _scattered(read: str, text: str) -> Span:
+def _scattered(read: str, text: str) -> _Range:
     """Return the last place of a text between whose characters others were left out."""
     start, end, missing = len(read), 0, len(text)
     for index in reversed(range(len(read))):

@@ -49,8 +49,7 @@ class StopGate:
         """
         free = 0
         if self._phase == "opening":
-            self._follow_opening(text + control)
-            return len(text) if self._phase == "reasoning" else 0
+            return len(text) if self._opens_reasoning(text + control) else 0
         if self._phase == "reasoning":
             free = self._follow_reasoning(text, control)
         if self._phase == "space":
@@ -61,12 +60,15 @@ class StopGate:
             self._seen = ""
         return free
 
-    def _follow_opening(self, text: str) -> None:
+    def _opens_reasoning(self, text: str) -> bool:
+        """Follow the next text of the opening. Returns whether it ends where reasoning begins."""
         self._seen = (self._seen + text).lstrip()
         if self._seen.startswith(self._markers.starts):
             self._phase, self._seen = "reasoning", ""
-        elif self._seen and not any(s.startswith(self._seen) for s in self._markers.starts):
+            return True
+        if self._seen and not any(s.startswith(self._seen) for s in self._markers.starts):
             self._phase = "answer"
+        return False
 
     def _follow_reasoning(self, text: str, control: str) -> int:
         """Return how many first characters of a text are reasoning, or its end."""

@@ -127,8 +127,9 @@ async def _response(
         return ndjson_response(chunks, stream.aclose, answer.chunk(answer.empty()))
     (result,) = await context.collect(stream)
     read, parts = _part_reader(reader), list[Attributed]()
-    for event in (*result.tokens, result.finished):
-        parts += read(event)
+    for token in result.tokens:
+        parts += read(token)
+    parts += read(result.finished)
     fields = answer.content([part for part, _ in parts], text_tokens(parts)) or answer.empty()
     chunk = answer.last(fields, result.finished, **_context_field(stream, answer))
     return JSONResponse(chunk)

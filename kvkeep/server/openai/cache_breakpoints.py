@@ -58,8 +58,9 @@ def find_breakpoints(messages: Sequence[Any]) -> Iterator[Breakpoint]:
     for index in reversed(range(len(messages))):
         message = messages[index]
         for field in ("content", "output"):
-            parts = message.get(field) if isinstance(message, Mapping) else None
-            for end in range(len(parts) if isinstance(parts, list) else 0, 0, -1):
+            value = message.get(field) if isinstance(message, Mapping) else None
+            parts = value if isinstance(value, list) else []
+            for end in range(len(parts), 0, -1):
                 mark = parts[end - 1].get(_MARK) if isinstance(parts[end - 1], Mapping) else None
                 if isinstance(mark, Mapping):
                     cut = {**message, field: parts[:end]}

@@ -65,7 +65,7 @@ def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[ItemEvent]:
 def _part_events(field: str, place: dict[str, Any], part: Mapping[str, Any]) -> Iterator[ItemEvent]:
     part_event, text_event = _PARTS[field][0], _TEXTS.get(part["type"])
     logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    emptied = {"logprobs": []} if logprobs else {}
+    emptied: dict[str, Any] = {"logprobs": []} if logprobs else {}
     yield f"response.{part_event}.added", {**place, "part": {**part, "text": "", **emptied}}
     if text_event:
         text = part["text"]
