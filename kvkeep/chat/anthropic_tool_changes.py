@@ -13,8 +13,8 @@ from typing import Any
 from kvkeep.chat.anthropic_tools import is_hosted, parse_definition
 from kvkeep.chat.fields import expect_mapping, optional_mapping, optional_text
 from kvkeep.chat.late_tools import HEADING
-from kvkeep.chat.message_rewriting import function_fields
 from kvkeep.chat.messages import Tool
+from kvkeep.chat.tool_schemas import function_fields
 
 _ADDITION, _REMOVAL = "tool_addition", "tool_removal"
 CHANGE_TYPES = (_ADDITION, _REMOVAL)

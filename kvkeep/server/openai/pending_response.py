@@ -9,15 +9,20 @@ from functools import partial
 from typing import Any
 
 from kvkeep.chat.compaction_items import ITEM_TYPES
-from kvkeep.chat.openai_responses import parse_chat
 from kvkeep.engine import GenerationRequest
 from kvkeep.errors import ContextFull, KvkeepError
-from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall, chat_input
+from kvkeep.server.chat_input import ChatInput, StopAfterFirstCall
 from kvkeep.server.generation import STREAM_PATIENCE
 from kvkeep.server.generation_stream import GenerationStream
-from kvkeep.server.openai import stored_items
-from kvkeep.server.openai.compaction import compact_conversation, expand_items, prepare_compacted
+from kvkeep.server.openai.cache_breakpoints import requested_pins
+from kvkeep.server.openai.compaction import compact_conversation, prepare_compacted
 from kvkeep.server.openai.response_items import ResponseItems, new_response
+from kvkeep.server.openai.response_prompt import (
+    ResponseConversation,
+    expand,
+    parse_items,
+    prompt_of,
+)
 from kvkeep.server.openai.response_request import ResponsesRequest
 from kvkeep.server.openai.response_stream import ResponseReading
 from kvkeep.server.overflow import check_prompt_size, overflow_error
@@ -38,15 +43,17 @@ class PendingResponse:
     reading: ResponseReading
 
 
-async def start_response(body: ResponsesRequest, context: RequestContext) -> PendingResponse:
+async def start_response(
+    body: ResponsesRequest, conversation: ResponseConversation, context: RequestContext
+) -> PendingResponse:
     """Prepare the response's session, and start the generation in it."""
     service, schema = context.service, body.output_schema()
-    items, prompt, handle = await response_prompt(body, context)
+    items, prompt = conversation.items, await prompt_of(conversation, body, context)
     compaction: dict[str, Any] | None = None
     if await _exceeds_threshold(items, prompt, body, context):
-        whole, _ = await expand_items(items, context)
-        compaction = (await compact_conversation(body, whole, context)).item
-        _, prompt, handle = await _prompt_of([compaction], body, context)
+        compaction = (await compact_conversation(body, conversation.expanded, context)).item
+        conversation = await expand([compaction], context)
+        prompt = await prompt_of(conversation, body, context)
     prompt, samplings = await prompt.constrain(
         body.samplings(context.default_sampling),
         schema,
@@ -57,18 +64,21 @@ async def start_response(body: ResponsesRequest, context: RequestContext) -> Pen
         samplings, (early_end,) = StopAfterFirstCall.add(samplings)
     num_new_tokens = (body.max_output_tokens or 1) if body.truncation == "disabled" else 1
     may_slide = None if body.truncation is None else body.truncation == "auto"
-    if handle is None or service.engine.default_policy != "full":  # fewer cells than tokens
+    # A compacted conversation has fewer cells than tokens.
+    if conversation.handle is None or service.engine.default_policy != "full":
         check_prompt_size(context, len(prompt.ids), num_new_tokens, may_slide)
     response = initial_response(body, context)
-    has_name = body.stores or body.previous_response_id or handle
+    has_name = body.stores or body.previous_response_id or conversation.handle
     name = response["id"] if has_name else None
-    stream, prepared_tokens = await _start_in_session(
-        body, name, prompt, samplings[0], handle, context
+    stream, held = await _start_in_session(body, name, prompt, samplings[0], conversation, context)
+    response_items = ResponseItems(
+        body, prompt.chat.callable_tools, compaction, conversation.client_types(body)
     )
-    response_items = ResponseItems(body, prompt.chat.callable_tools, compaction)
     reader = prompt.new_reader(stream.results[0])
-    reading = ResponseReading(reader, response_items, context.tokenizer, early_end)
-    pending = PendingResponse(body, response, items, name, prepared_tokens, stream, reading)
+    reading = ResponseReading(
+        reader, response_items, context.tokenizer, early_end, not body.prewarms
+    )
+    pending = PendingResponse(body, response, items, name, held, stream, reading)
     service.pending_responses[context.owner, response["id"]] = pending
     return pending
 
@@ -90,24 +100,6 @@ async def abandon_response(pending: PendingResponse, context: RequestContext) ->
         await _remove_name(pending.session_name, context)
 
 
-async def response_prompt(
-    body: ResponsesRequest, context: RequestContext
-) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
-    """Return the items that the response answers, the prompt, and the handle of a compaction."""
-    items = await stored_items.conversation(body.input, body.previous_response_id, context)
-    return await _prompt_of(items, body, context)
-
-
-async def _prompt_of(
-    items: list[dict[str, Any]], body: ResponsesRequest, context: RequestContext
-) -> tuple[list[dict[str, Any]], ChatInput, str | None]:
-    """Return the same as `response_prompt`, for the items of a conversation."""
-    expanded, handle = await expand_items(items, context)
-    fields = body.model_dump(include={"instructions", "tools", "tool_choice"})
-    parse = partial(parse_chat, {**fields, "input": expanded})
-    return items, await chat_input(context, parse, body.render_options()), handle
-
-
 async def _exceeds_threshold(
     items: list[dict[str, Any]], prompt: ChatInput, body: ResponsesRequest, context: RequestContext
 ) -> bool:
@@ -122,7 +114,7 @@ async def _exceeds_threshold(
     newest = next((item for item in reversed(items) if item.get("type") in ITEM_TYPES), None)
     if newest is None:
         return True
-    _, compacted, _ = await _prompt_of([newest], body, context)
+    compacted = await prompt_of(await expand([newest], context), body, context)
     return len(prompt.ids) - len(compacted.ids) > threshold // 4
 
 
@@ -131,7 +123,7 @@ async def _start_in_session(
     name: str | None,
     prompt: ChatInput,
     sampling: Sampling,
-    handle: str | None,
+    conversation: ResponseConversation,
     context: RequestContext,
 ) -> tuple[GenerationStream, int]:
     """Start the generation in the session of a name, or in an unnamed one; see `_prepare`.
@@ -139,13 +131,15 @@ async def _start_in_session(
     Returns its stream, and how many of the prompt's first tokens the session held before.
     """
     try:
+        handle = conversation.handle
         held = await _prepare(body, name, prompt.ids, handle, context) if name else 0
+        parse = partial(parse_items, body)
         request = GenerationRequest(
             tuple(prompt.ids[held:]),
-            context.service.max_tokens(body.max_output_tokens),
+            0 if body.prewarms else context.service.max_tokens(body.max_output_tokens),
             sampling,
             logprobs=body.logprob_count,
-            pins=body.pins(len(prompt.ids)),
+            pins=await requested_pins(context, body, prompt, conversation.expanded, parse),
             **body.own_settings(context),
             written_tokens=prompt.written_tokens,
             title=prompt.title,
