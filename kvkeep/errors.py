@@ -26,11 +26,15 @@ class ContextFull(KvkeepError):
 
 
 class NoRoom(KvkeepError):
-    """An engine has no memory or slot for a request. retry_after: seconds until it may have."""
+    """An engine has no memory or slot for a request. retry_after: seconds until it may have.
 
-    def __init__(self, message: str, retry_after: float = 1.0):
+    needed_bytes: of memory that must be free, or held by what can be evicted; None if it is not
+    memory that is missing.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0, needed_bytes: int | None = None):
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after, self.needed_bytes = retry_after, needed_bytes
 
 
 class NoSuchSession(InvalidArgument):

@@ -6,20 +6,27 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvkeep.engine.followers import Followers
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
 from kvkeep.engine.lookups import PrefixLookups
+from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.operations import OperationLog, Totals
-from kvkeep.engine.preparing import PreparedSession, prepare_named, restored_if_refused
+from kvkeep.engine.preparing import (
+    CheckRoom,
+    PreparedSession,
+    prepare_named,
+    restored_if_refused,
+)
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.request import GenerationRequest, Listener, RequestLike, SessionRequest
 from kvkeep.engine.reuse import ReuseReport
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.usage import LastAnswer, Reuse
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, NoRoom
 from kvkeep.session.aligning import AlignedFeeding
 from kvkeep.session.alignment import AlignmentOptions
 from kvkeep.session.drafts import SpeculationOptions
@@ -73,9 +80,13 @@ class Admission:
         step_seconds, in_progress = self.scheduler.step_seconds, self._in_progress
         self._policy.require_slots(owner, len(listeners), in_progress, step_seconds)
         with restored_if_refused(self._registry, session_name, owner):
-            prepared = self._prepare_session(request, session_name, owner, revision)
+            prepared = self._prepare_session(request, session_name, owner, revision, samplings)
             request, feeding = self._begin(request, prepared, samplings)
         record = prepared.record
+        prepared.extend_pins(self._registry.pins)
+        if prepared.miss is not None:
+            miss = replace(prepared.miss, number=next(_miss_numbers))
+            self.cache_misses[owner].appendleft(miss)
         if prepared.plan is not None:
             self._operation_log.add(record, ALIGNED, prepared.plan.evaluated)
         samplings = samplings or [request.sampling]
@@ -112,15 +123,22 @@ class Admission:
     # A session for a request
 
     def _prepare_session(
-        self, request: RequestLike, session_name: str | None, owner: str, revision: int | None
+        self,
+        request: RequestLike,
+        session_name: str | None,
+        owner: str,
+        revision: int | None,
+        samplings: Sequence[Sampling],
     ) -> PreparedSession:
         """Return the session of a request. Raises InvalidArgument for an unfit prompt."""
         if session_name is None:
             assert isinstance(request, GenerationRequest)
             self._check_prompt(request, session_length=0)
-            return self._session_for_prompt(request, owner)
+            return self._session_for_prompt(request, owner, samplings or [request.sampling])
         if isinstance(request, GenerationRequest) and request.whole_text:
             return self._named_session_for_prompt(request, session_name, owner, revision)
+        if isinstance(request, GenerationRequest):
+            self._check_room_on_disk(request, self._registry.find(session_name, owner), revision)
         record = self._registry.load_idle(session_name, owner, revision)
         if isinstance(request, GenerationRequest):
             self._check_prompt(request, session_length=len(record.live.tokens))
@@ -159,15 +177,56 @@ class Admission:
         self, request: GenerationRequest, prepared: PreparedSession, samplings: Sequence[Sampling]
     ) -> None:
         """Reserve memory for a request's generations. Raises NoRoom."""
+        self._check_samplings(samplings)
+        new_tokens = _with_answer(request, _tokens_to_add(request, prepared))
+        source = prepared.matched[0] if prepared.matched else None
+        self._registry.reserve(prepared.record, new_tokens, len(samplings), source)
+
+    def _check_samplings(self, samplings: Sequence[Sampling]) -> None:
+        """Raise InvalidArgument for samplings with which no generation can start."""
         in_progress = [generation.request.sampling for generation in self._in_progress]
         require_own_constraints(samplings, in_progress)
         for sampling in samplings:
-            sampling.require_vocabulary(prepared.record.live.core.model.spec.vocab_size)
-        max_tokens, num_evaluated = request.max_tokens, _tokens_to_add(request, prepared)
-        new_tokens = None if max_tokens is None else num_evaluated + max_tokens
-        self._registry.reserve(prepared.record, new_tokens, len(samplings))
+            sampling.require_vocabulary(self._registry.disk.model.spec.vocab_size)
 
-    def _session_for_prompt(self, request: GenerationRequest, owner: str) -> PreparedSession:
+    def _check_room(
+        self,
+        request: GenerationRequest,
+        samplings: Sequence[Sampling],
+        bound: MemoryBound,
+        added_tokens: int,
+        existing: SessionRecord | None = None,
+    ) -> None:
+        """Raise NoRoom, before cells are copied, for a prompt for which there is no room.
+
+        `_reserve` decides: this is the same, or less for models with checkpoints. bound: of the
+        session to which the prompt adds cells. existing: the session that it replaces.
+        """
+        new_tokens = _with_answer(request, added_tokens)
+        requested_bytes = len(samplings) * bound.max_bytes(new_tokens)
+        try:
+            self._registry.require_room(requested_bytes, existing)
+        except NoRoom:
+            self._check_samplings(samplings)  # its error comes before
+            raise
+
+    def _check_room_on_disk(
+        self, request: GenerationRequest, record: SessionRecord, revision: int | None
+    ) -> None:
+        """Raise NoRoom, before its file is read, if a session would have no room for a request."""
+        record.require_idle()
+        record.require_revision(revision)
+        try:
+            new_tokens = _with_answer(request, len(request.prompt))
+            self._registry.require_room_to_load(record, new_tokens)
+        except NoRoom:  # errors that waiting does not mend come before it
+            self._check_prompt(request, session_length=1)
+            self._check_samplings([request.sampling])
+            raise
+
+    def _session_for_prompt(
+        self, request: GenerationRequest, owner: str, samplings: Sequence[Sampling]
+    ) -> PreparedSession:
         """Return an unnamed session for a prompt."""
         prompt, empty_session = request.prompt, self._new_session(owner)
         if request.prompt_logprobs is not None:  # of all tokens, so that all are evaluated
@@ -175,21 +234,24 @@ class Admission:
         options = request.alignment or self.alignment
         candidates = self._registry.owned_by(owner, request.cache_key)
         match, in_place, report = match_prompt(prompt, candidates, empty_session, options)
-        if match.record is not None:
-            tokens = match.record.live.tokens
-            num_tokens = len(tokens) if match.resumes_session else match.common_tokens
-            self._registry.pins.extend(match.record, num_tokens)
-        if in_place is not None or not match.resumes_session:
-            self._note_miss(owner, report)
+        source, matched = match.record, None
+        if source is not None:
+            tokens = source.live.tokens
+            matched = source, len(tokens) if match.resumes_session else match.common_tokens
+        check_room = partial(self._check_room, request, samplings)
         if in_place is not None:
-            return self._session_in_place(in_place, report.reuse)
-        reuse, source_record = report.reuse, match.record
-        if source_record and match.resumes_session and not source_record.named:
-            return PreparedSession(source_record, reuse, resumed=match)
-        record = self._registry.add(match.build_session(empty_session), owner, named=False)
+            prepared = self._session_in_place(in_place, report.reuse, check_room)
+            return replace(prepared, matched=matched, miss=report)
+        reuse = report.reuse
+        if source is not None and match.resumes_session and not source.named:
+            return PreparedSession(source, reuse, resumed=match, matched=matched)
+        check_room(match.bound(empty_session), len(prompt) - match.reused_tokens)
+        session = match.build_session(empty_session)
+        record = self._registry.add(session, owner, named=False, source=source)
         record.parent = reuse.session
         match.set_token_counts(record)
-        return PreparedSession(record, reuse)
+        miss = None if match.resumes_session else report
+        return PreparedSession(record, reuse, matched=matched, miss=miss)
 
     def _named_session_for_prompt(
         self, request: GenerationRequest, name: str, owner: str, revision: int | None
@@ -201,17 +263,15 @@ class Admission:
         prepared = prepare_named(
             *(registry, request.prompt, name, owner, self._new_session, options, revision),
             reuses=request.prompt_logprobs is None,
+            check_room=partial(self._check_room, request, [request.sampling]),
         )
-        if prepared.reuse.mode == "in_place" and prepared.report is not None:
-            self._note_miss(owner, prepared.report)
         held = prepared.reuse.tokens
         self._check_prompt(replace(request, prompt=request.prompt[held:]), session_length=held)
         return prepared
 
-    def _note_miss(self, owner: str, report: ReuseReport) -> None:
-        self.cache_misses[owner].appendleft(replace(report, number=next(_miss_numbers)))
-
-    def _session_in_place(self, match: InPlaceMatch, reuse: Reuse) -> PreparedSession:
+    def _session_in_place(
+        self, match: InPlaceMatch, reuse: Reuse, check_room: CheckRoom
+    ) -> PreparedSession:
         """Return the session of a prompt that is aligned in place: a fork, or the session itself.
 
         Whatever becomes of it, no exact reuse takes cells from it.
@@ -219,7 +279,9 @@ class Admission:
         source = match.record
         if match.continues_session(target=None):
             return PreparedSession(source, reuse)
-        record = self._registry.add(source.live.fork(), source.owner, named=False)
+        check_room(MemoryBound.of(source.live), match.plan.evaluated)
+        fork = source.live.fork()
+        record = self._registry.add(fork, source.owner, named=False, source=source)
         record.parent, record.first_edit = source.name, ALIGNED
         return PreparedSession(record, reuse, match.plan)
 
@@ -294,6 +356,11 @@ def _tokens_to_add(request: GenerationRequest, prepared: PreparedSession) -> int
     if prepared.plan is None:
         return len(request.prompt) - prepared.reuse.tokens
     return prepared.plan.evaluated if prepared.source is None else len(request.prompt)
+
+
+def _with_answer(request: GenerationRequest, prompt_tokens: int) -> int | None:
+    """Return how many tokens prompt and answer add; None for any number."""
+    return None if request.max_tokens is None else prompt_tokens + request.max_tokens
 
 
 def _feeding(

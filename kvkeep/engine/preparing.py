@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kvkeep.engine.in_place import ALIGNED, InPlaceMatch, match_prompt
+from kvkeep.engine.memory_bound import MemoryBound
+from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import Match, ReuseReport
@@ -14,21 +17,43 @@ from kvkeep.session.core import SessionState
 from kvkeep.session.session import Session
 
 
+class CheckRoom(Protocol):
+    """A check whether there is room for a prompt. Raises NoRoom if not."""
+
+    def __call__(
+        self, bound: MemoryBound, added_tokens: int, existing: SessionRecord | None = None, /
+    ) -> None:
+        """bound: of the session to which the prompt adds cells. existing: one that it replaces."""
+
+
+def _is_room(
+    bound: MemoryBound, added_tokens: int, existing: SessionRecord | None = None, /
+) -> None:
+    """Check nothing."""
+
+
 @dataclass(frozen=True)
 class PreparedSession:
     """The session of a prompt, and how it comes to hold the prompt's reused tokens.
 
     plan: the alignment after which it holds them; None if it does already. source: the state that
-    the plan aligns; None for the session's own. report: of a prompt that continues no session.
-    resumed: of a session that itself continues with the prompt.
+    the plan aligns; None for the session's own. resumed: of a session that itself continues with
+    the prompt. matched: the session whose cells are reused, and how many of its first tokens the
+    prompt begins with. miss: the report of a prompt that continued no session, to be recorded.
     """
 
     record: SessionRecord
     reuse: Reuse
     plan: AlignmentPlan | None = None
     source: SessionState | None = None
-    report: ReuseReport | None = None
     resumed: Match | None = None
+    matched: tuple[SessionRecord, int] | None = None
+    miss: ReuseReport | None = None
+
+    def extend_pins(self, pins: PrefixPins) -> None:
+        """Extend the pins of the matched session, once there is memory for the prompt."""
+        if self.matched is not None:
+            pins.extend(*self.matched)
 
     def require_fit(self, prompt: Sequence[int]) -> None:
         """Raise InvalidArgument or ContextFull for a prompt with which it cannot continue."""
@@ -59,11 +84,13 @@ def prepare_named(
     options: AlignmentOptions,
     revision: int | None = None,
     reuses: bool = True,
+    check_room: CheckRoom = _is_room,
 ) -> PreparedSession:
     """Make a named session hold the reusable part of a prompt, and, once started, nothing else.
 
     The part is from any session of the owner; with a plan, the session holds it once it is aligned,
     and its own text until then. Creates the session if it is missing. reuses: False for no part.
+    check_room: called before cells are copied; raises NoRoom.
     """
     empty_session, existing = new_session(owner), registry.get(name, owner)
     if existing or revision is not None:
@@ -72,17 +99,22 @@ def prepare_named(
     target = existing or SessionRecord("", owner, named=False, file=None, session=empty_session)
     candidates = registry.owned_by(owner) if reuses else []
     match, in_place, report = match_prompt(prompt, candidates, empty_session, options, target)
+    matched = None
     if match.record is not None and match.record is not target:
-        registry.pins.extend(match.record, match.common_tokens)
+        matched = match.record, match.common_tokens
     if in_place is not None:
         source = in_place.record.live.core.state  # `add` may evict it from the registry
+        if existing is None:
+            check_room(MemoryBound.of(empty_session), len(prompt))
         record = existing or registry.add(empty_session, owner, name)
-        return _prepare_in_place(record, in_place, source, report)
+        prepared = _prepare_in_place(record, in_place, source, report)
+        return replace(prepared, matched=matched)
     resumes = match.resumes_session and match.record is target
     if resumes:
         return PreparedSession(target, report.reuse, resumed=match)
+    check_room(match.bound(empty_session), len(prompt) - match.reused_tokens, existing)
     record = _prepare_exact(registry, match, existing, empty_session, (owner, name))
-    return PreparedSession(record, report.reuse, report=report)
+    return PreparedSession(record, report.reuse, matched=matched)
 
 
 def _prepare_exact(
@@ -94,7 +126,7 @@ def _prepare_exact(
 ) -> SessionRecord:
     """Return the session with the reused tokens. name: the owner and the name of a new one."""
     session = match.build_session(empty_session)
-    record = existing or registry.add(session, *name)
+    record = existing or registry.add(session, *name, source=match.record)
     if existing:
         record.replace_session(session)
     match.set_token_counts(record)
@@ -109,12 +141,12 @@ def _prepare_in_place(
     source: the state of the matched session.
     """
     if match.continues_session(record):
-        return PreparedSession(record, report.reuse, report=report)
+        return PreparedSession(record, report.reuse, miss=report)
     if match.record is not record:
         record.parent = match.record.name
     record.forget_text()
     record.first_edit = ALIGNED
-    return PreparedSession(record, report.reuse, match.plan, source, report)
+    return PreparedSession(record, report.reuse, match.plan, source, miss=report)
 
 
 @contextmanager

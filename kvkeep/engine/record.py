@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile, notes_of_copy
 from kvkeep.engine.steps import StepGrid
 from kvkeep.engine.usage import LastAnswer
@@ -68,6 +69,7 @@ class SessionRecord:
     # How many of those a prompt may lack that continues the answer: an end token, for example.
     droppable_tokens: int = 0
     first_edit: str = ""  # the first operation that did more than append; "" for none
+    bound: MemoryBound | None = None  # of its memory, while it is on disk only; None if unknown
     file_rounded: str = ""  # the codec that rounded the cells of the file, while it is on disk only
     lost_revision: int | None = None  # unsaved, in an engine that was killed
     borrowed: bool = (

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 
-from kvkeep.engine.memory_bound import max_session_bytes
+from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, is_response_name
 from kvkeep.engine.scheduler import SchedulingPolicy
@@ -66,9 +66,14 @@ class SessionRegistry:
         return record
 
     def add(
-        self, session: Session, owner: str, name: str | None = None, named: bool = True
+        self,
+        session: Session,
+        owner: str,
+        name: str | None = None,
+        named: bool = True,
+        source: SessionRecord | None = None,
     ) -> SessionRecord:
-        """Register a session; generate a missing name.
+        """Register a session; generate a missing name. source: see `SchedulingPolicy.victims`.
 
         Raises InvalidArgument, NoRoom, Locked, and StoreError if the name's file cannot be read.
         """
@@ -87,7 +92,7 @@ class SessionRegistry:
         record.steps = StepGrid.of(session).name
         # With snapshots in a store and sessions in memory only, unsaved sessions may be lost.
         record.ephemeral = named and self.disk.shares_snapshots
-        self.reserve(record, 0)
+        self.reserve(record, 0, source=source)
         if file is not None:
             record.mark_unsaved()
         self._records[owner, name] = record
@@ -130,15 +135,41 @@ class SessionRegistry:
         """
         return self._bytes_beside(None)
 
-    def _bytes_beside(self, requester: SessionRecord | None) -> int:
-        """Return `nbytes` without those that only an idle requester holds."""
+    def _bytes_beside(self, requester: SessionRecord | None, evictable: bool = True) -> int:
+        """Return `nbytes` without those that only an idle requester holds.
+
+        evictable: whether sessions that can be evicted count.
+        """
         memories, reserved_bytes = [], 0
         for record in self._records.values():
             if record.busy:
                 reserved_bytes += record.reserved_bytes
-            elif record.session is not None and record is not requester:
+            elif record.session is None or record is requester:
+                continue
+            elif evictable or not record.evictable:
                 memories.append(record.session.core.memory)
         return memory_bytes(memories) + reserved_bytes + self._other_bytes
+
+    def room_bytes(self, requester: SessionRecord | None = None) -> int:
+        """Return the bytes that are free, or held by sessions that can be evicted.
+
+        requester: an idle session, whose own bytes count as free.
+        """
+        return self.policy.limits.memory - self._bytes_beside(requester, evictable=False)
+
+    def require_room(self, requested_bytes: int, requester: SessionRecord | None = None) -> None:
+        """Raise NoRoom if the bytes of a requester would not fit with all evicted that can be."""
+        self.policy.require_fits_memory(requested_bytes)
+        room_bytes, limit = self.room_bytes(requester), self.policy.limits.memory
+        if requested_bytes > room_bytes:
+            own_bytes = room_bytes - self.room_bytes()
+            raise NoRoom(
+                f"not enough memory: the request needs {requested_bytes / 1e6:,.1f} MB, and "
+                f"{(limit - room_bytes) / 1e6:,.1f} of {limit / 1e6:,.1f} MB are held by sessions "
+                "that cannot be evicted (busy, resident, or without a file to be saved to); retry "
+                "later, or delete a session",
+                needed_bytes=requested_bytes - own_bytes,
+            )
 
     def shared_bytes(self, record: SessionRecord) -> int:
         """Return the bytes of a session that other sessions, such as forks, share."""
@@ -146,25 +177,41 @@ class SessionRegistry:
         memory = record.live.core.memory
         return memory.nbytes + memory_bytes(live) - memory_bytes([memory, *live])
 
-    def reserve(self, record: SessionRecord, new_tokens: int | None, copies: int = 1) -> None:
+    def reserve(
+        self,
+        record: SessionRecord,
+        new_tokens: int | None,
+        copies: int = 1,
+        source: SessionRecord | None = None,
+    ) -> None:
         """Load a session and reserve the bytes that it can take with `new_tokens` more.
 
         Evicts others if necessary. new_tokens: None for any number. copies: the session and the
-        forks that will be made of it. Raises NoRoom, StoreError; the session stays on disk then if
-        it was.
+        forks that will be made of it. source: see `SchedulingPolicy.victims`. Raises NoRoom, with
+        nothing evicted, and StoreError; the session stays on disk then if it was.
         """
         was_in_memory = record.session is not None
-        if not was_in_memory:  # before it is read in vain, by requests that try again and again
-            self._make_room(record.require_file().nbytes, requester=record)
+        if not was_in_memory:
+            self._make_room(self._file_bytes(record, new_tokens, copies), record, source)
         session = self.disk.load(record)
-        requested_bytes = copies * max_session_bytes(session, new_tokens)
+        bound = MemoryBound.of(session)
         try:
-            self._make_room(requested_bytes, record)
+            self._make_room(requested_bytes := copies * bound.max_bytes(new_tokens), record, source)
         except BaseException:
             if not was_in_memory:
-                record.session = None
+                record.session, record.bound = None, bound
             raise
         record.reserved_bytes = requested_bytes
+
+    def _file_bytes(self, record: SessionRecord, new_tokens: int | None, copies: int = 1) -> int:
+        """Return the bytes that a session on disk needs, at least, with `new_tokens` more."""
+        nbytes = record.require_file().nbytes
+        return max(nbytes, copies * record.bound.max_bytes(new_tokens)) if record.bound else nbytes
+
+    def require_room_to_load(self, record: SessionRecord, new_tokens: int | None) -> None:
+        """Raise NoRoom for a session on disk that would not fit with `new_tokens` more."""
+        if record.session is None:
+            self.require_room(self._file_bytes(record, new_tokens), record)
 
     @contextmanager
     def reserving(self, requested_bytes: int) -> Iterator[None]:
@@ -176,25 +223,26 @@ class SessionRegistry:
         finally:
             self._other_bytes -= requested_bytes
 
-    def _make_room(self, requested_bytes: int, requester: SessionRecord | None = None) -> None:
+    def _make_room(
+        self,
+        requested_bytes: int,
+        requester: SessionRecord | None = None,
+        source: SessionRecord | None = None,
+    ) -> None:
         """Evict sessions until the bytes of a requester fit, in the place of those that it holds.
 
-        Sessions that cannot be saved stay. Raises their StoreError if there is no room beside them.
+        Raises NoRoom, with nothing evicted, if there would be too few. Sessions that cannot be
+        saved stay. Raises their StoreError if there is no room beside them.
         """
         limit, failures = self.policy.limits.memory, list[StoreError]()
         self.policy.require_fits_memory(requested_bytes)
-        victims = self.policy.victims(self, requester, self.pins.clock())
+        if self._bytes_beside(requester) + requested_bytes <= limit:
+            return
+        self.require_room(requested_bytes, requester)
+        victims = self.policy.victims(self, requester, self.pins.clock(), source)
         while (in_use := self._bytes_beside(requester)) + requested_bytes > limit:
-            if self._evict_some(victims, in_use + requested_bytes - limit, failures):
-                continue
-            if failures:
-                raise failures[0]
-            raise NoRoom(
-                f"not enough memory: the request needs {requested_bytes / 1e6:,.1f} MB, and "
-                f"{in_use / 1e6:,.1f} of {limit / 1e6:,.1f} MB are held by sessions that cannot be "
-                "evicted (busy, resident, or without a file to be saved to); retry later, or "
-                "delete a session"
-            )
+            if not self._evict_some(victims, in_use + requested_bytes - limit, failures):
+                raise failures[0]  # with all evicted there is room
 
     def _evict_some(
         self, victims: Iterator[SessionRecord], nbytes: int, failures: list[StoreError]
@@ -252,6 +300,7 @@ class SessionRegistry:
             return
         with suppress(StoreError):  # loading it reports that it cannot be read
             record.file_rounded = read_summary(record.require_file().path).rounded
+        record.bound = MemoryBound.of(record.live)
         record.session = None
 
     def _drop_pins(self, record: SessionRecord) -> None:

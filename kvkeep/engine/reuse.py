@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvkeep import validation
 from kvkeep.cache.checkpoint import Checkpoint
+from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.steps import StepGrid
 from kvkeep.engine.usage import MissReason, Reuse
@@ -60,6 +61,12 @@ class Match:
             return Reuse(0, "", self.reason, differs_at)
         tokens, name = self.reused_tokens, self.record.name
         return Reuse(tokens, "session", self.reason, differs_at, name, self.resumes_session)
+
+    def bound(self, empty_session: Session) -> MemoryBound:
+        """Return the sizes of the session that `build_session` returns, or lower ones."""
+        if self.record is None:
+            return MemoryBound.of(empty_session)
+        return MemoryBound.of(self.record.live).of_beginning(self.reused_tokens)
 
     def build_session(self, empty_session: Session) -> Session:
         """Return a new session that holds the reused tokens; `empty_session` if there are none."""

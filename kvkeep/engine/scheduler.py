@@ -109,16 +109,20 @@ class SchedulingPolicy:
         records: Iterable[SessionRecord],
         requester: SessionRecord | None = None,
         now: float = 0.0,
+        source: SessionRecord | None = None,
     ) -> Iterator[SessionRecord]:
         """Iterate over the sessions that can be evicted for another, those to evict first first.
 
         The least recently used, unnamed ones before named ones. Those that are pinned at time `now`
-        come last, in the order in which their pins expire.
+        come last, in the order in which their pins expire. source: the session whose cells the
+        other one reuses, which comes after all that are pinned, or not, as it is.
         """
 
-        def rank(record: SessionRecord) -> tuple[float, bool, float]:
+        def rank(record: SessionRecord) -> tuple[float, bool, bool, float]:
             pinned_until = record.pinned_until if record.pinned_until > now else 0.0
-            return pinned_until, record.named, record.last_used
+            if record is source and pinned_until:
+                pinned_until = math.inf
+            return pinned_until, record is source, record.named, record.last_used
 
         yield from sorted((r for r in records if r is not requester and r.evictable), key=rank)
 

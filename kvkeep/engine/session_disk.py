@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvkeep.chat.written import WrittenAnswers
 from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.session_files import (
     ENGINE_NOTES_KEY,
@@ -91,6 +92,7 @@ class SessionDisk:
             used = notes.get(ENGINE_NOTES_KEY, {}).get("used")
             record.restore_use(path.stat().st_mtime if used is None else used)
             record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
+            record.bound = MemoryBound.of_document(document)
             unsaved_revision = file.marked_revision()
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision

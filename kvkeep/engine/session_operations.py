@@ -102,6 +102,7 @@ class SessionOperations:
         exact, new_session = AlignmentOptions(), self._new_session
         prepared = prepare_named(self._registry, prompt, name, owner, new_session, exact)
         prepared.start()
+        prepared.extend_pins(self._registry.pins)
         self._registry.pins.keep_to_text(prepared.record)
         return prepared.reuse.tokens
 

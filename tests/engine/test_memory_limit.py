@@ -84,3 +84,51 @@ def test_many_sessions_are_evicted_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         engine.submit_many(request, [Sampling()] * 20).result()
         assert len(evicted) > 10
         assert len(sums) < 10
+
+
+def fill(engine: Engine, seeds: Sequence[int], *pins: PinRequest) -> None:
+    """Leave an idle session without a name for each seed."""
+    for seed in seeds:
+        request = GenerationRequest(text(seed, 48), 1, ignore_eos=True, pins=pins)
+        engine.generate(request).text()
+
+
+def all_in_memory(engine: Engine) -> set[str]:
+    records = engine.sessions(unnamed=True).result()
+    return {record.name for record in records if record.session is not None}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_request_that_has_no_room_evicts_nothing(count: int) -> None:
+    """The sessions that it would reuse stay, and so do the pins of others."""
+    endless = GenerationRequest(text(9, 10), 100_000, ignore_eos=True)
+    with new_engine(cells=350) as engine:
+        fill(engine, [0], PinRequest(1000))
+        running = [engine.generate(endless) for _ in range(3)]
+        before = all_in_memory(engine)
+        request = GenerationRequest(text(0, 48), 100_000, ignore_eos=True)
+        with pytest.raises(NoRoom, match="not enough memory"):
+            engine.submit_many(request, [Sampling()] * count).result()
+        assert all_in_memory(engine) == before
+        assert engine.totals().result().evicted_pins == 0
+        for generation in running:
+            generation.cancel()
+
+
+def test_a_session_on_disk_that_has_no_room_evicts_nothing(tmp_path: Path) -> None:
+    endless = GenerationRequest(text(9, 10), 100_000, ignore_eos=True)
+    with new_engine(tmp_path) as engine:
+        engine.create(name="saved").result()
+        write(engine, "saved", 1, text(0, 30))
+    with new_engine(tmp_path, cells=350) as engine:
+        fill(engine, [1])
+        running = [engine.generate(endless) for _ in range(3)]
+        before = all_in_memory(engine)
+        assert len(before) == 4
+        for _ in range(2):
+            with pytest.raises(NoRoom, match="not enough memory"):
+                engine.generate(endless, "saved")
+            assert all_in_memory(engine) == before
+        assert engine.find("saved").result().session is None
+        for generation in running:
+            generation.cancel()
