@@ -28,13 +28,23 @@ class ContextFull(KvkeepError):
 class NoRoom(KvkeepError):
     """An engine has no memory or slot for a request. retry_after: seconds until it may have.
 
-    needed_bytes: of memory that must be free, or held by what can be evicted; None if it is not
-    memory that is missing.
+    needed_bytes: of memory that must be free, or held by what can be evicted, if it is memory that
+    is missing. needed_slots: of generations, if it is slots that are missing; of_owner:
+    whether they are missing for its owner alone.
     """
 
-    def __init__(self, message: str, retry_after: float = 1.0, needed_bytes: int | None = None):
+    def __init__(
+        self,
+        message: str,
+        retry_after: float = 1.0,
+        *,
+        needed_bytes: int | None = None,
+        needed_slots: int | None = None,
+        of_owner: bool = False,
+    ):
         super().__init__(message)
         self.retry_after, self.needed_bytes = retry_after, needed_bytes
+        self.needed_slots, self.of_owner = needed_slots, of_owner
 
 
 class NoSuchSession(InvalidArgument):

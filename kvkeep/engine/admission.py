@@ -307,6 +307,7 @@ class Admission:
         """Start the generations that share the prompt, which is prefilled now."""
         for follower in self._followers.start(generation):
             self.scheduler.running.append(follower)
+        self._registry.releases.notify()  # those of followers that were cancelled
 
     def _end(self, generation: Generation) -> None:
         """Release the session of an ended generation, and report the end."""
@@ -315,6 +316,7 @@ class Admission:
             self._release_session(generation)
         finally:
             generation.report_end()
+            self._registry.releases.notify()
 
     def _release_session(self, generation: Generation) -> None:
         """Make the session of an ended generation idle, and log the operation."""

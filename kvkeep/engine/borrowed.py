@@ -46,6 +46,7 @@ class BorrowedSessions:
     def release(self, record: SessionRecord) -> None:
         """Remove a hold."""
         record.hold_count = max(0, record.hold_count - 1)
+        self._registry.releases.notify()
 
     def mark_borrowed(self, name: str, owner: str) -> SessionRecord | None:
         """Mark a session that was created here, before it is committed, and hold it; return it."""

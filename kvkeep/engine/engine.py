@@ -349,6 +349,19 @@ class Engine(AbstractContextManager["Engine"]):
         """Call a listener in the engine's thread with each operation; return its remover."""
         return self._operation_log.watch(listener)
 
+    # Memory
+
+    def room_bytes(self) -> Future[int]:
+        """Return the bytes that are free, or held by sessions that can be evicted."""
+        return self.call(self._registry.room_bytes)
+
+    def watch_releases(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call a listener in the engine's thread whenever a refused request may have room.
+
+        Returns a function that removes it.
+        """
+        return self._registry.releases.watch(listener)
+
     # The thread
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

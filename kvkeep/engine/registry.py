@@ -10,6 +10,7 @@ from operator import attrgetter
 from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.pins import PrefixPins
 from kvkeep.engine.record import SessionRecord, is_response_name
+from kvkeep.engine.releases import Releases
 from kvkeep.engine.scheduler import SchedulingPolicy
 from kvkeep.engine.session_disk import SessionDisk
 from kvkeep.engine.session_files import is_valid_owner
@@ -29,6 +30,7 @@ class SessionRegistry:
     def __init__(self, disk: SessionDisk, policy: SchedulingPolicy):
         self.disk, self.policy = disk, policy
         self.pins = PrefixPins(policy.limits.pins_per_owner)
+        self.releases = Releases()  # of memory and slots
         self._other_bytes = 0  # reserved for what is no session
         self._records = {(record.owner, record.name): record for record in disk.recover()}
 
@@ -106,6 +108,7 @@ class SessionRegistry:
         record.session, record.removed = None, True
         if record.file is not None:
             record.file.remove()
+        self.releases.notify()
 
     def remove_name(self, record: SessionRecord) -> None:
         """Make a session unnamed and delete its file. An empty one is removed. Raises Busy."""
@@ -222,6 +225,7 @@ class SessionRegistry:
             yield
         finally:
             self._other_bytes -= requested_bytes
+            self.releases.notify()
 
     def _make_room(
         self,

@@ -61,6 +61,8 @@ class SchedulingPolicy:
                 f"too many requests: {len(running)} generations are running, {running_of_owner} of "
                 "them yours; retry later",
                 retry_after=max(1.0, min(steps_left, default=0) * step_seconds),
+                needed_slots=count,
+                of_owner=not is_full,
             )
 
     def require_session_slot(self, records: Collection[SessionRecord]) -> None:

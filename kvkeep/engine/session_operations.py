@@ -156,6 +156,7 @@ class SessionOperations:
             record.resident = resident
             record.mark_changed()
             self._operation_log.add(record, "resident")
+            self._registry.releases.notify()
         return record
 
     def set_title(
@@ -200,6 +201,7 @@ class SessionOperations:
             record.notes = {**record.notes, **notes}
         finally:  # a function that fails may have made a part of its changes
             record.activity = "idle"
+            self._registry.releases.notify()
             has_other_state = record.live.core.state is not state_before
             if has_other_state or record.notes != notes_before:
                 is_edited = kind not in _CELL_PRESERVING and has_other_state

@@ -3,65 +3,246 @@
 import asyncio
 import time
 from asyncio import wrap_future
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvkeep.errors import NoRoom
+from kvkeep.engine import Engine
+from kvkeep.errors import KvkeepError, NoRoom
 
 T = TypeVar("T")
-_RETRY_SECONDS = 0.05  # between attempts of the first in the queue
+_PASSING_FRACTION = 1 / 3  # of its patience, for which a request is passed by others
+_POLL_SECONDS = 1.0  # between looks at the queue if nothing was released
+_POLL_SECONDS_WITHOUT_ENGINE = 0.05
+_ATTEMPT_SECONDS = 5.0  # between attempts of a request whose memory is not there as far as known
+_TURN_SECONDS = 0.25  # for which others wait for the result of an attempt
+_HELD_CHECK_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A request in the queue. since: from when its patience counts. error: of its last attempt."""
+
+    owner: str
+    since: float = field(default_factory=time.monotonic)
+    error: NoRoom | None = None
+    attempted: float = -1e9  # time of the last attempt
+    turn: asyncio.Event = field(default_factory=asyncio.Event)  # it may try
+    tried: asyncio.Event = field(default_factory=asyncio.Event)  # its turn is over
+    admitted: bool = False
+    left: bool = False  # it is no longer in the queue
+
+    async def try_now(self) -> bool:
+        """Give it a turn; return whether it leaves the queue, or its attempt takes long."""
+        self.tried.clear()
+        self.turn.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.tried.wait(), _TURN_SECONDS)
+        return self.left or self.admitted or self.turn.is_set()
+
+
+@dataclass
+class _Shortage:
+    """The memory and slots that are missing, as far as one look at the queue has found.
+
+    room_bytes: of memory; None if unknown. slots, slots_of: the fewest slots that were missing, in
+    all and for an owner.
+    """
+
+    room_bytes: int | None = None
+    slots: float = float("inf")
+    slots_of: dict[str, float] = field(default_factory=dict)
+
+    def add(self, waiter: _Waiter) -> None:
+        """Learn from the error of an attempt."""
+        error = waiter.error
+        if error is None:
+            return
+        if error.needed_bytes is not None:
+            room = error.needed_bytes - 1
+            self.room_bytes = room if self.room_bytes is None else min(room, self.room_bytes)
+        elif error.needed_slots is not None and error.of_owner:
+            self.slots_of[waiter.owner] = error.needed_slots
+        elif error.needed_slots is not None:
+            self.slots = error.needed_slots
+
+    def blocks(self, waiter: _Waiter) -> bool:
+        """Whether a request that was refused before would be refused again."""
+        error = waiter.error
+        if error is None or time.monotonic() - waiter.attempted > _ATTEMPT_SECONDS:
+            return False
+        if error.needed_bytes is not None:
+            return self.room_bytes is not None and error.needed_bytes > self.room_bytes
+        slots = min(self.slots, self.slots_of.get(waiter.owner, float("inf")))
+        return error.needed_slots is not None and error.needed_slots >= slots
 
 
 @dataclass
 class AdmissionQueue:
-    """Requests that wait until the engine has room, first come, first served for each owner.
+    """Requests that wait until the engine has room, in one order over all owners.
+
+    Owners take turns, each with its oldest request. A request that does not fit yet is passed by
+    others that do, for a third of its patience. From then on none that comes after it is admitted:
+    what is released stays free for it.
 
     patience: seconds that a request waits before it is refused. max_waiting: requests of one owner
-    that may wait; more are refused at once.
+    that may wait; more are refused at once. engine: whose releases of memory and slots are
+    followed; without one requests are tried again and again.
     """
 
     patience: float = 30.0
     max_waiting: int = 1024
-    _locks: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
-    )
-    _waiting: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    engine: Engine | None = None
+    _line: list[_Waiter] = field(default_factory=list)  # in the order in which they came
+    _waiting: Counter[str] = field(default_factory=Counter)  # by owner
+    _last_turns: dict[str, int] = field(default_factory=dict)  # of owners, in order of admission
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _serving: asyncio.Task[None] | None = None
 
-    async def admit(self, owner: str, submit: Callable[[], Future[T]]) -> T:
-        """Submit a request, again if there is no room now. Raises NoRoom, and as `submit`."""
-        if not self._waiting[owner]:
+    async def admit(
+        self,
+        owner: str,
+        submit: Callable[[], Future[T]],
+        holds_room: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Submit a request, again if there is no room now. Raises NoRoom, and as `submit`.
+
+        holds_room: whether it holds room itself, by an earlier part: its patience begins when it
+        does no more.
+        """
+        waiter = _Waiter(owner)
+        if not self._line:
             try:
                 return await _admitted(submit)
             except NoRoom as error:
                 if error.retry_after == float("inf"):
                     raise
+                waiter.error, waiter.attempted = error, time.monotonic()
         if self._waiting[owner] >= self.max_waiting:
             raise NoRoom(
                 f"too many requests: {self._waiting[owner]} are waiting; retry later",
                 retry_after=self.patience,
             )
-        self._waiting[owner] += 1
+        self._join(waiter)
         try:
-            return await self._admit_in_turn(owner, submit, time.monotonic() + self.patience)
+            return await self._admit_in_turn(waiter, submit, holds_room)
         finally:
-            self._waiting[owner] -= 1
-            if not self._waiting[owner]:
-                del self._waiting[owner], self._locks[owner]
+            self._leave(waiter)
 
     async def _admit_in_turn(
-        self, owner: str, submit: Callable[[], Future[T]], deadline: float
+        self, waiter: _Waiter, submit: Callable[[], Future[T]], holds_room: Callable[[], bool]
     ) -> T:
-        async with self._locks[owner]:
-            while True:
-                try:
-                    return await _admitted(submit)
-                except NoRoom as error:
-                    if error.retry_after == float("inf") or time.monotonic() > deadline:
-                        raise
-                await asyncio.sleep(_RETRY_SECONDS)
+        while True:
+            await self._wait_for_turn(waiter, holds_room)
+            waiter.attempted = time.monotonic()
+            try:
+                result = await _admitted(submit)
+            except NoRoom as error:
+                if error.retry_after == float("inf"):
+                    raise
+                waiter.error = error
+            else:
+                waiter.admitted = True
+                self._last_turns[waiter.owner] = max(self._last_turns.values(), default=0) + 1
+                return result
+            finally:
+                waiter.turn.clear()
+                waiter.tried.set()
+
+    async def _wait_for_turn(self, waiter: _Waiter, holds_room: Callable[[], bool]) -> None:
+        """Wait until a request may try. Raises NoRoom when its patience is over."""
+        while not waiter.turn.is_set():
+            if holds_room():
+                waiter.since = time.monotonic()
+            left = waiter.since + self.patience - time.monotonic()
+            if left <= 0:
+                raise waiter.error or NoRoom(
+                    f"no room: the request waited {self.patience:g} s behind others; retry later"
+                )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(waiter.turn.wait(), min(left, _HELD_CHECK_SECONDS))
+
+    def _join(self, waiter: _Waiter) -> None:
+        self._line.append(waiter)
+        self._waiting[waiter.owner] += 1
+        if self._serving is None:
+            self._changed = asyncio.Event()
+            self._serving = asyncio.create_task(self._serve())
+        self._changed.set()
+
+    def _leave(self, waiter: _Waiter) -> None:
+        waiter.left = True
+        waiter.tried.set()
+        self._line.remove(waiter)
+        self._waiting[waiter.owner] -= 1
+        if not self._waiting[waiter.owner]:
+            del self._waiting[waiter.owner]
+        self._changed.set()
+
+    # The order
+
+    async def _serve(self) -> None:
+        """Give turns, whenever something was released, until none waits."""
+        loop, changed = asyncio.get_running_loop(), self._changed
+
+        def on_release() -> None:  # in the engine's thread
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(changed.set)
+
+        stop_watching = self.engine.watch_releases(on_release) if self.engine else lambda: None
+        seconds = _POLL_SECONDS if self.engine else _POLL_SECONDS_WITHOUT_ENGINE
+        try:
+            while self._line:
+                changed.clear()
+                await self._give_turns()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), seconds)
+        finally:
+            stop_watching()
+            self._serving = None
+            self._last_turns.clear()
+
+    async def _give_turns(self) -> None:
+        """Let those requests try that may have room, in order, up to one that closes the queue."""
+        shortage, closed_owners = _Shortage(await self._room_bytes()), set[str]()
+        for waiter in self._in_order():
+            if waiter.left or waiter.turn.is_set() or waiter.owner in closed_owners:
+                continue
+            if not shortage.blocks(waiter):
+                if await waiter.try_now():
+                    shortage.room_bytes = await self._room_bytes()
+                    continue
+                shortage.add(waiter)
+            if time.monotonic() - waiter.since < _PASSING_FRACTION * self.patience:
+                continue
+            if waiter.error is None or not waiter.error.of_owner:
+                return
+            closed_owners.add(waiter.owner)
+
+    def _in_order(self) -> Iterator[_Waiter]:
+        """Return the requests in their order: the first of each owner, then the second, and so on.
+
+        Of several first ones that of the owner comes first who was served least recently.
+        """
+        counts, ranked = Counter[str](), []
+        for number, waiter in enumerate(self._line):
+            rank = (counts[waiter.owner], self._last_turns.get(waiter.owner, 0), number)
+            ranked.append((rank, waiter))
+            counts[waiter.owner] += 1
+        ranked.sort(key=lambda entry: entry[0])
+        return (waiter for _, waiter in ranked)
+
+    async def _room_bytes(self) -> int | None:
+        """Return the memory for requests; None if it is unknown."""
+        if self.engine is None:
+            return None
+        try:
+            return await wrap_future(self.engine.room_bytes())
+        except KvkeepError:  # the engine ends: requests get its error
+            return None
 
 
 async def _admitted(submit: Callable[[], Future[T]]) -> T:

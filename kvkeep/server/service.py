@@ -67,6 +67,9 @@ class Service:
     pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
     streams: WeakSet[GenerationStream] = field(default_factory=WeakSet)  # of running requests
 
+    def __post_init__(self) -> None:
+        self.admission_queue.engine = self.engine
+
     @property
     def model(self) -> Model:
         return self.engine.model
@@ -166,10 +169,19 @@ class RequestContext:
             await stream.start(self._admit(submissions), patience)
 
     async def _admit(self, submissions: Sequence[Submission]) -> list[Generation]:
+        """Admit the generations of a request one after the other.
+
+        Those that were admitted may hold the memory for which the next one waits.
+        """
         generations: list[Generation] = []
+
+        def are_running() -> bool:
+            return any(generation.phase != "done" for generation in generations)
+
+        queue = self.service.admission_queue
         try:
             for submit in submissions:
-                admitted = await self.service.admission_queue.admit(self.owner, submit)
+                admitted = await queue.admit(self.owner, submit, are_running)
                 generations += admitted
         except BaseException:
             for generation in generations:

@@ -200,6 +200,20 @@ def test_a_full_queue_refuses_with_a_time_to_retry(smollm2: Model, tmp_path: Pat
         assert int(response.headers["retry-after"]) >= 1
 
 
+def test_a_request_waits_for_its_own_generations_however_long(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    limits = Limits(memory=1_000_000_000, running_per_owner=1)
+    with running_server(smollm2, tmp_path, limits=limits) as server, server.client() as client:
+        server.service.admission_queue.patience = 2.0
+        # Each of them takes longer.
+        prompts, long = ["One", "Two"], {"max_tokens": 300, "ignore_eos": True}
+        body = {**COMPLETION, "prompt": prompts, **long}
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        assert len(response.json()["choices"]) == 2
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
 def test_a_stream_that_waits_for_admission_begins_with_keepalives(
     smollm2: Model, tmp_path: Path, path: str
