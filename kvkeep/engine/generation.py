@@ -182,10 +182,19 @@ class Generation(Iterator[GenerationEvent]):
         if self._speculation is None:
             request, core = self.request, self.record.live.core
             tries_drafts = default if request.speculate is None else request.speculate
-            sampling = request.sampling
-            ends_after = end_check(core, sampling.stop, self._end_tokens, sampling.reasoning)
+            ends_after = self._new_end_check()
             self._speculation = Speculation(core, request.sampling, ends_after, tries_drafts)
         return self._speculation
+
+    def forget_failed_step(self) -> None:
+        """Have the check for stop strings follow the session's tokens alone, to sample again."""
+        if self._speculation is not None and self.request.sampling.stop:
+            self._speculation.replace_end_check(self._new_end_check())
+
+    def _new_end_check(self) -> Callable[[int], bool]:
+        sampling, core = self.request.sampling, self.record.live.core
+        before, so_far = self._context, self.generated
+        return end_check(core, sampling.stop, self._end_tokens, sampling.reasoning, before, so_far)
 
     def add_run(self, run: SampledRun) -> None:
         """Report sampled tokens, and end the generation after the last one if it is complete."""

@@ -205,6 +205,7 @@ class Scheduler:
                 if len(ready) == 1 or speculation.has_lost_step:
                     generation.fail(error)
                 else:  # no session has changed: find the one that fails
+                    generation.forget_failed_step()
                     self._decode([generation])
             return
         for generation, run in zip(ready, runs, strict=True):

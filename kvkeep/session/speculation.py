@@ -72,8 +72,8 @@ class Speculation:
         self.core, self.sampling = core, sampling
         self.acceptance = Acceptance()
         self.counts = core.drafts = DraftCounts()
-        # Whether a step failed after the constraint or the check for stop strings had followed
-        # tokens of it. The session does not have these, so that no further token can be sampled.
+        # Whether a step failed after the constraint had followed tokens of it, and cannot go back.
+        # The session does not have these, so that no further token can be sampled.
         self.has_lost_step = False
         self._ends_after, self._drafts = ends_after, drafts
         self._index: NgramIndex | None = None
@@ -99,7 +99,7 @@ class Speculation:
         rows: the first one is sampled. logits: `[rows, vocab]`. The state's sampler is left as it
         is after the last of them.
         """
-        self.has_lost_step = bool(self.sampling.constraint is not None or self.sampling.stop)
+        self.has_lost_step = self.sampling.constraint is not None
         window = max(1, self.sampling.repetition_window)
         recent_tokens = state.memory.tokens.last(window)
         for count, token in enumerate(rows[:-1], 1):
@@ -118,6 +118,13 @@ class Speculation:
             state.sampler = sampler
         self.follow(rows[-1])
         return len(rows)
+
+    def replace_end_check(self, ends_after: Callable[[int], bool]) -> None:
+        """Go on with another check for the end, after a step that failed.
+
+        ends_after: has followed the tokens that the session has, and none of the step's.
+        """
+        self._ends_after = ends_after
 
     def follow(self, token: int) -> bool:
         """Let the constraint follow a sampled token; return whether generation ends after it."""
@@ -157,18 +164,24 @@ def end_check(
     stop: tuple[str, ...],
     end_ids: Sequence[int],
     reasoning: ReasoningMarkers | None = None,
+    context: Sequence[int] | None = None,
+    generated: Sequence[int] = (),
 ) -> Callable[[int], bool]:
     """Return a function that tells whether a generation ends after a token, called for each.
 
-    reasoning: as of `TextStream`.
+    reasoning: as of `TextStream`. context: the tokens before the generation; None for all of the
+    session. generated: tokens that did not end it.
     """
-    stream = TextStream(core.model.text, stop, core.memory.tokens, reasoning)
+    before = core.memory.tokens if context is None else context
+    stream = TextStream(core.model.text, stop, before, reasoning)
 
     def ends_after(token: int) -> bool:
         if stop and token not in end_ids:
             stream.push(token)
         return token in end_ids or stream.stopped
 
+    for token in generated:
+        ends_after(token)
     return ends_after
 
 

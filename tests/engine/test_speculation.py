@@ -1,6 +1,6 @@
 """An engine with speculation gives each generation the events that it has without."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -18,6 +18,7 @@ from kvkeep.errors import Cancelled
 from kvkeep.model import Model
 from kvkeep.session import speculation
 from kvkeep.session.drafts import Draft, DraftCounts, DraftPlanner, NgramIndex, SpeculationOptions
+from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
@@ -127,6 +128,17 @@ def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Mode
     assert text
 
 
+def draft_from(texts: Sequence[Sequence[int]]) -> Callable[..., Draft]:
+    """Return a method of `NgramIndex` whose drafts are right: the next tokens of known texts."""
+
+    def draft(index: NgramIndex, token: int, count: int) -> Draft:
+        start = [*index.tokens, token]
+        text = next(text for text in texts if text[: len(start)] == start)
+        return Draft(text[len(start) :][: min(2, count)], 3)
+
+    return draft
+
+
 @dataclass
 class Recording:
     """A constraint that allows any token."""
@@ -141,9 +153,12 @@ class Recording:
 
 
 def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constraint cannot go back: the generations that have one end with the error."""
+    """A constraint cannot go back: the generations that have one end with the error.
+
+    Stop strings are looked for again in the text that the session has.
+    """
     constraints, evaluate, errors = [Recording(), Recording()], speculation._evaluate, list[Any]()
-    samplings = [*(Sampling(constraint=each) for each in constraints), Sampling(stop=("~",))]
+    samplings = [*(Sampling(constraint=each) for each in constraints), Sampling(stop=("~~~~",))]
     requests = [
         GenerationRequest(tuple(range(first, 60)), 60, sampling, ignore_eos=True)
         for first, sampling in enumerate([*samplings, Sampling()], 3)
@@ -153,11 +168,6 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
         alone = [replace(request, sampling=Sampling()) for request in requests]
         texts = [Outcome.of(engine.generate(r, owner=str(i))).tokens for i, r in enumerate(alone)]
 
-    def draft(index: NgramIndex, token: int, count: int) -> Draft:
-        start = [*index.tokens, token]
-        text = next(text for text in texts if text[: len(start)] == start)
-        return Draft(text[len(start) :][: min(2, count)], 3)
-
     def fail_once(members: Sequence[Any], *arguments: Any) -> Any:
         result = evaluate(members, *arguments)
         if len(members) == len(requests) and not errors:
@@ -165,7 +175,7 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
             raise errors[0]
         return result
 
-    monkeypatch.setattr(NgramIndex, "draft", draft)
+    monkeypatch.setattr(NgramIndex, "draft", draft_from(texts))
     monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
     monkeypatch.setattr(speculation, "_evaluate", fail_once)
     with Engine(model_of("dense")) as engine:
@@ -174,12 +184,13 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
         submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate(requests)]
         submitted_all.set()
         generations = [future.result()[0] for future in submitted]
-        for generation in generations[:3]:
+        for generation in generations[:2]:
             with pytest.raises(MemoryError):
                 generation.text()
-        Outcome.of(generations[3])
+        for generation in generations[2:]:
+            Outcome.of(generation)
     assert errors
-    assert generations[3].generated == texts[3][-60:]
+    assert [each.generated for each in generations[2:]] == [text[-60:] for text in texts[2:]]
     for generation, text, request in zip(generations, texts, requests, strict=True):
         count, start = len(generation.generated), len(request.prompt)
         assert generation.generated == text[start : start + count]
@@ -187,6 +198,50 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
         count = len(generation.generated)
         assert constraint.tokens[:count] == generation.generated
         assert len(constraint.tokens) <= count + 3  # those of the step that failed
+
+
+def test_a_session_that_fails_after_its_tokens_were_accepted_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others of its forward find their stop strings as they do alone, and none too early."""
+    prompts = [(5, 6, 7) * 9 + (30 + number,) for number in range(4)]
+    sampling = Sampling(repetition_penalty=1.3)
+    wanted = [GenerationRequest(prompt, 50, sampling, ignore_eos=True) for prompt in prompts]
+    plain = SpeculationOptions(enabled=False)
+
+    def with_stop(request: GenerationRequest, text: str) -> GenerationRequest:
+        return replace(request, sampling=replace(request.sampling, stop=(text,)))
+
+    model = model_of("dense")
+    with Engine(model, speculation=plain) as engine:
+        long = [engine.generate(each, owner=str(i)) for i, each in enumerate(wanted)]
+        texts, tokens = [each.text() for each in long], [Outcome.of(each).tokens for each in long]
+        # Strings of which a step may contain the beginning alone.
+        stops = [each[len(each) // 2 :][:5] or "zz" for each in texts]
+        wanted = list(map(with_stop, wanted, stops))
+        alone = [Outcome.of(engine.generate(r, owner=f"x{i}")) for i, r in enumerate(wanted)]
+    append, failures = Memory.append, list[int]()
+
+    def failing_append(self: Memory, ids: Sequence[int], *arguments: Any) -> None:
+        if len(self.tokens) > 40 and len(ids) > 1 and self.tokens[27] == 31:  # all four decode
+            failures.append(len(ids))
+            raise MemoryError("one session fails")
+        append(self, ids, *arguments)
+
+    monkeypatch.setattr(Memory, "append", failing_append)
+    monkeypatch.setattr(NgramIndex, "draft", draft_from(tokens))
+    monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
+    with Engine(model) as engine:
+        submitted_all = Event()
+        engine.call(submitted_all.wait)
+        submitted = [engine.submit(r, owner=str(i)) for i, r in enumerate(wanted)]
+        submitted_all.set()
+        generations = [future.result()[0] for future in submitted]
+        with pytest.raises(MemoryError, match="one session fails"):
+            generations[1].text()
+        for index in (0, 2, 3):
+            assert Outcome.of(generations[index]).events == alone[index].events
+    assert failures
 
 
 @dataclass
