@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvkeep.engine.memory_bound import MemoryBound
-from kvkeep.engine.session_files import ENGINE_NOTES_KEY, SessionFile, notes_of_copy
+from kvkeep.engine.session_files import (
+    ENGINE_NOTES_KEY,
+    LaterFields,
+    SessionFile,
+    notes_of_copy,
+)
 from kvkeep.engine.steps import StepGrid
 from kvkeep.engine.usage import LastAnswer
-from kvkeep.errors import Busy, InvalidArgument, WrongRevision
+from kvkeep.errors import Busy, InvalidArgument, StoreError, WrongRevision
 from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
@@ -78,6 +83,7 @@ class SessionRecord:
     hold_count: int = 0  # callers that need it to stay in this engine
     ephemeral: bool = False  # named, but neither saved nor protected from eviction
     notes: dict[str, Any] = field(default_factory=dict)  # JSON values of its creator
+    later: LaterFields | None = None  # that are on disk in the marker, and not in the file
     removed: bool = False  # deleted
     activity: Activity = "idle"
     last_prompt: Mapping[str, Any] | None = None  # JSON: what was reused of it, if there was one
@@ -197,6 +203,11 @@ class SessionRecord:
         return fields
 
     def require_file(self) -> SessionFile:
+        if not self.named:
+            raise InvalidArgument(
+                f"session {self.name!r} has no name of its own: only sessions that were created by "
+                "name are saved. Fork it under a name, and save the fork"
+            )
         if self.file is None:
             raise InvalidArgument(
                 f"session {self.name!r} cannot be saved: the engine has no folder for sessions"
@@ -213,7 +224,9 @@ class SessionRecord:
         self.saved_revision = max(revision, self.saved_revision or 0)
         if self.file is not None:
             self.file_bytes = self.file.nbytes
-            if not self.dirty:
+            if self.later is not None and revision >= self.later.revision:
+                self.later = None
+            if not self.dirty and self.later is None:
                 self.file.clear_marker()
 
     def mark_unsaved(self) -> None:
@@ -222,10 +235,10 @@ class SessionRecord:
         The change is made already: without a marker, as on a full disk, a kill would only not be
         reported.
         """
-        if self.file is None:
+        if self.file is None or self.session is None:  # `change_fields` has written it
             return
         try:
-            self.file.write_marker(self.revision, len(self.live.tokens))
+            self.file.write_marker(self.revision, len(self.live.tokens), self.later)
         except OSError as error:
             _log.warning("session %r could not be marked as unsaved: %s", self.name, error)
 
@@ -273,6 +286,39 @@ class SessionRecord:
             num_kept -= 1
         self.sampled_length = len(self.live.tokens)
         self.droppable_tokens = len(ids) - max(1, num_kept - 1) if num_kept > 0 else 0
+
+    def change_fields(
+        self,
+        *,
+        title: str | None = None,
+        resident: bool = False,
+        notes: dict[str, Any] | None = None,
+    ) -> None:
+        """Change what is not of the text, to these values, in memory or on disk.
+
+        A session on disk stays there: the marker has the fields until it is saved. Raises
+        StoreError if they cannot be written; then nothing has changed.
+        """
+        later = LaterFields(self.revision + 1, title, resident, notes or {})
+        if self.session is None:
+            try:
+                self.require_file().write_marker(later.revision, None, later)
+            except OSError as error:
+                raise StoreError(
+                    f"session {self.name!r} could not be changed on disk "
+                    f"({error.strerror or error}): free some space"
+                ) from error
+            self.later = later
+        self.title, self.resident, self.notes = later.title, later.resident, later.notes
+        self.mark_changed()
+        if self.session is None:
+            self.saved_revision = self.revision
+
+    def take_later(self, later: LaterFields) -> None:
+        """Set the fields that the marker of an earlier engine has, and the file lacks."""
+        self.later, self.title, self.resident = later, later.title, later.resident
+        self.notes, self.revision = later.notes, later.revision
+        self.saved_revision = later.revision
 
     def mark_changed(self, edit: str = "") -> None:
         """Increase the revision. edit: the operation, if it did more than append."""

@@ -113,9 +113,12 @@ class SessionSaver:
     def save_all(self) -> None:
         """Save all changes, after the saves in progress, and wait for it."""
         for record in self._registry:
-            if record.dirty and record.file is not None:
+            if record.file is not None and (record.dirty or record.later is not None):
                 try:
-                    self._registry.disk.save(record)
+                    if record.session is None:
+                        self._registry.disk.save_later(record)
+                    else:
+                        self._registry.disk.save(record)
                 except Exception as error:
                     self._note_failed(record, error)
 

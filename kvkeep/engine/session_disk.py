@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,14 +93,20 @@ class SessionDisk:
             record.restore_use(path.stat().st_mtime if used is None else used)
             record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
             record.bound = MemoryBound.of_document(document)
-            unsaved_revision = file.marked_revision()
+            unsaved_revision, later = file.read_marker()
+            if later is not None and later.revision > record.revision:
+                record.take_later(later)
             if unsaved_revision > record.revision:
                 record.lost_revision = unsaved_revision
                 self.losses.append(
                     f"session {name!r} resumes at revision {record.revision}: later changes, up to "
                     f"revision {unsaved_revision}, were not saved"
                 )
-            file.clear_marker()
+            if record.later is None:
+                file.clear_marker()
+            elif record.lost_revision is not None:  # it is reported once
+                with suppress(OSError):
+                    file.write_marker(record.revision, None, record.later)
             yield record
         for name in remove_orphaned_markers(folder):
             self.losses.append(f"session {name!r} was never saved and is lost")
@@ -158,6 +164,24 @@ class SessionDisk:
         """Write the session to its file, after the saves in progress. Raises StoreError."""
         snapshot, path = self.snapshot(record), record.require_file().path
         self.writer.submit(snapshot.save_by, path, self.codec).result()
+        record.mark_saved(record.revision)
+
+    def save_later(self, record: SessionRecord) -> None:
+        """Write the fields that only the marker has to the file of a session on disk.
+
+        Raises StoreError.
+        """
+        path = record.require_file().path
+
+        def write() -> None:
+            snapshot, notes = Snapshot.load(path), record.snapshot_notes()
+            notes[ENGINE_NOTES_KEY] = {
+                **snapshot.notes.get(ENGINE_NOTES_KEY, {}),
+                **notes[ENGINE_NOTES_KEY],
+            }
+            replace(snapshot, notes=notes).save_by(path, self.codec)
+
+        self.writer.submit(write).result()
         record.mark_saved(record.revision)
 
     def snapshot(self, record: SessionRecord) -> Snapshot:

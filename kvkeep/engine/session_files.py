@@ -1,12 +1,15 @@
 """The files of an engine's sessions: snapshots in a folder, and markers of changes.
 
 A small marker file lies beside a session's snapshot while memory holds a newer revision. An engine
-that starts after another was killed finds the marker, and reports what was not saved.
+that starts after another was killed finds the marker, and reports what was not saved. The marker of
+a session that is on disk only has what changed beside its text, such as the title: nothing of that
+is lost.
 """
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,30 @@ def notes_of_same_text(notes: Mapping[str, Any]) -> dict[str, Any]:
     return {**notes, ENGINE_NOTES_KEY: kept}
 
 
+@dataclass(frozen=True)
+class LaterFields:
+    """What has changed of a session since its snapshot was saved, beside its text.
+
+    revision: of the session with these.
+    """
+
+    revision: int
+    title: str | None
+    resident: bool
+    notes: dict[str, Any]
+
+    @classmethod
+    def of_marker(cls, marker: Any) -> "LaterFields | None":
+        """Return the fields in a marker; None if there are none."""
+        try:
+            fields = cls(**marker["later"])
+        except (LookupError, TypeError):
+            return None
+        types = type(fields.revision), type(fields.resident), type(fields.notes)
+        has_title = isinstance(fields.title, str | None)
+        return fields if types == (int, bool, dict) and has_title else None
+
+
 class SessionFile:
     """The snapshot of a session, and its marker, in a folder that the engine has locked."""
 
@@ -74,22 +101,31 @@ class SessionFile:
         self.clear_marker()
         self._folder.discard(self._name)
 
-    def write_marker(self, revision: int, token_count: int) -> None:
-        """Note on disk that memory holds a newer revision, with so many tokens, than the file."""
+    def write_marker(
+        self, revision: int, token_count: int | None, later: LaterFields | None = None
+    ) -> None:
+        """Note on disk that memory holds a newer revision, with so many tokens, than the file.
+
+        later: fields that an engine takes from the marker. token_count: None if only they changed.
+        """
         temporary = self._marker.with_suffix(f"{MARKER_SUFFIX}.new")
-        text = json.dumps({"revision": revision, "tokens": token_count})
+        marker: dict[str, Any] = {"revision": revision, "tokens": token_count}
+        if later is not None:
+            marker["later"] = asdict(later)
+        text = json.dumps(marker)
         temporary.write_text(text, encoding="utf-8")  # not synced: for kills, not for power cuts
         temporary.replace(self._marker)
 
     def clear_marker(self) -> None:
         self._marker.unlink(missing_ok=True)
 
-    def marked_revision(self) -> int:
-        """Return the unsaved revision that the marker names; 0 without a marker."""
+    def read_marker(self) -> tuple[int, LaterFields | None]:
+        """Return the unsaved revision that the marker names, and its fields; 0 without a marker."""
         try:
-            return int(json.loads(self._marker.read_text(encoding="utf-8"))["revision"])
-        except (OSError, ValueError, LookupError, TypeError):
-            return 0
+            marker = json.loads(self._marker.read_text(encoding="utf-8"))
+            return int(marker["revision"]), LaterFields.of_marker(marker)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return 0, None
 
 
 def owner_folders(folder: Path) -> list[SessionFolder]:

@@ -139,9 +139,9 @@ class SessionOperations:
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
         """Add JSON values to a session's notes; they replace values of the same keys."""
-        record = self._registry.load_existing(name, owner)
-        record.notes = {**record.notes, **notes}
-        record.mark_changed()
+        record = self._registry.find(name, owner)
+        all_notes = {**record.notes, **notes}
+        record.change_fields(title=record.title, resident=record.resident, notes=all_notes)
         record.mark_unsaved()
 
     def set_resident(
@@ -149,12 +149,12 @@ class SessionOperations:
     ) -> SessionRecord:
         """Set whether a session is resident, and return its record.
 
-        A resident session is not evicted from memory, unless it is borrowed or ephemeral.
+        A resident session is not evicted from memory, unless it is borrowed or ephemeral. One on
+        disk stays there until it is used.
         """
-        record = self._registry.load_existing(name, owner, revision)
+        record = self._registry.find(name, owner, revision)
         if record.resident != resident:
-            record.resident = resident
-            record.mark_changed()
+            record.change_fields(title=record.title, resident=resident, notes=record.notes)
             self._operation_log.add(record, "resident")
             self._registry.releases.notify()
         return record
@@ -163,10 +163,9 @@ class SessionOperations:
         self, name: str, owner: str, title: str | None, revision: int | None = None
     ) -> SessionRecord:
         """Set the title of a session, None for its name, and return it. It may be busy."""
-        record = self._registry.load_existing(name, owner, revision)
+        record = self._registry.find(name, owner, revision)
         if record.title != title:
-            record.title = title
-            record.mark_changed()
+            record.change_fields(title=title, resident=record.resident, notes=record.notes)
             self._operation_log.add(record, "title")
         return record
 

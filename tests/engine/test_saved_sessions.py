@@ -264,3 +264,15 @@ def test_notes_and_pins_are_saved_with_a_session(tmp_path: Path) -> None:
         assert (record.notes, record.resident) == ({"one": 1, "two": [2]}, True)
         # The key in files of all versions.
         assert record.snapshot_notes()[ENGINE_NOTES_KEY]["pinned"] is True
+
+
+def test_a_session_without_a_name_is_not_saved_whatever_folder_there_is(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        generation = engine.generate(GenerationRequest(text(0, 40), 1, ignore_eos=True))
+        generation.text()
+        with pytest.raises(InvalidArgument, match="only sessions that were created by name"):
+            engine.save(generation.record.name).result()
+    with new_engine() as engine:
+        engine.create(name="a").result()
+        with pytest.raises(InvalidArgument, match="has no folder for sessions"):
+            engine.save("a").result()
