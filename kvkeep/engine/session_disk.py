@@ -19,7 +19,7 @@ from kvkeep.engine.session_files import (
     owner_folders,
     remove_orphaned_markers,
 )
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.sessions.folder import LabelFolder, SessionFolder
@@ -92,7 +92,8 @@ class SessionDisk:
             used = notes.get(ENGINE_NOTES_KEY, {}).get("used")
             record.restore_use(path.stat().st_mtime if used is None else used)
             record.file_rounded, record.file_bytes = rounded_by(document), file.nbytes
-            record.bound = MemoryBound.of_document(document)
+            with suppress(LookupError, TypeError, ValueError, KvkeepError):  # loading reports it
+                record.bound = MemoryBound.of_document(document)
             unsaved_revision, later = file.read_marker()
             if later is not None and later.revision > record.revision:
                 record.take_later(later)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from engine.killed import new_engine, text, write
 
-from kvkeep.engine import Engine, Generation, GenerationRequest, PinRequest
+from kvkeep.engine import Engine, Generation, GenerationRequest, PinRequest, session_disk
 from kvkeep.engine.session_disk import SessionDisk
 from kvkeep.errors import Cancelled, InvalidArgument, NoRoom
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
+from kvkeep.storage.snapshots.snapshot import read_snapshot_document
 
 ENDLESS = GenerationRequest(text(9, 10), 100_000, ignore_eos=True)
 
@@ -100,3 +101,19 @@ def test_errors_that_waiting_does_not_mend_come_before_a_lack_of_memory(tmp_path
         for session in (None, "saved"):
             with pytest.raises(InvalidArgument, match="logit_bias must be"):
                 engine.generate(GenerationRequest(text(0, 10), 10_000, other_vocabulary), session)
+
+
+def test_a_session_whose_header_is_wrong_is_reported_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="saved").result()
+        write(engine, "saved", 1, text(0, 30))
+
+    def with_unknown_bits(path: Path) -> dict[str, Any]:
+        return {**read_snapshot_document(path), "bits": {"other": 3}}
+
+    monkeypatch.setattr(session_disk, "read_snapshot_document", with_unknown_bits)
+    with new_engine(tmp_path) as engine:
+        assert engine.find("saved").result().bound is None
+        assert engine.inspect("saved", "0", lambda record: len(record.live.tokens)).result() == 31
