@@ -132,3 +132,19 @@ def test_a_session_on_disk_that_has_no_room_evicts_nothing(tmp_path: Path) -> No
         assert engine.find("saved").result().session is None
         for generation in running:
             generation.cancel()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_session_that_a_prompt_reuses_is_evicted_last(pinned: bool) -> None:
+    """It comes after others that were used later, but before those that are pinned."""
+    pins = (PinRequest(1000),) if pinned else ()
+    with new_engine(cells=180) as engine:
+        fill(engine, [0])
+        fill(engine, [1], *pins)
+        assert len(all_in_memory(engine)) == 2
+        request = GenerationRequest((*text(0, 48), *text(2, 5)), 1, ignore_eos=True)
+        generation = engine.generate(request)
+        assert generation.reuse.tokens == 48
+        generation.text()
+        kept = [r for r in engine.sessions(unnamed=True).result() if r is not generation.record]
+        assert [record.live.tokens[0] for record in kept] == [text(1 if pinned else 0, 1)[0]]
