@@ -41,6 +41,7 @@ _TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+_OPENING = "{%- if add_generation_prompt %}<|im_start|>assistant\n"  # of an answer
 
 
 class ScriptedConstraint:
@@ -130,12 +131,13 @@ def family_model(
     markers: Sequence[str],
     signs: Sequence[str] = (),
     text_markers: Sequence[str] = (),
+    opens_reasoning: bool = False,
 ) -> Model:
     """Return a small random model in a folder, whose answers are in a family's form.
 
     Its tokenizer has a token for each byte. markers: texts of its control tokens, beside those of
     turns. signs: texts by which the form is detected in the chat template. text_markers: markers
-    that are tokens too, but of text.
+    that are tokens too, but of text. opens_reasoning: whether the template begins the reasoning.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = small_tokenizer()
@@ -145,7 +147,8 @@ def family_model(
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURN_END}))
     comment = "".join("{# " + sign + " #}" for sign in signs)
-    (folder / "chat_template.jinja").write_text(comment + _TEMPLATE)
+    opening = f"{_OPENING}<think>\n" if opens_reasoning else _OPENING
+    (folder / "chat_template.jinja").write_text(comment + _TEMPLATE.replace(_OPENING, opening))
     return _small_model(folder, tokenizer.token_to_id(TURN_END), tokenizer.get_vocab_size(True))
 
 

@@ -3,19 +3,24 @@
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvkeep import Session, load_model
+from kvkeep.chat.messages import ReasoningPart
+from kvkeep.chat.output import Output, joined_output
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.conversation import Conversation
 from kvkeep.session.rendering import encode_pieces
+from kvkeep.session.session import GREEDY
 from kvkeep.session.turn_template import count_system_tokens
 from tests.models.chat_templates import GEMMA, GEMMA2, LLAMA3, MISTRAL
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
+from tests.scripted_model import ScriptedConstraint, family_model
 
 CHATML = """\
 {% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}
@@ -272,3 +277,17 @@ def test_what_stays_of_a_message_that_was_cut_off_is_a_turn(chat: tuple[Model, s
             last = f"turn {num_before + 2 - is_removed}"
             assert said_in(session, model, f"{last} question").strip() == "Once more?"
             assert said_in(session, model, f"{last} answer").strip() == "Fine"
+
+
+def test_what_goes_on_in_reasoning_is_reasoning(tmp_path: Path) -> None:
+    model = family_model(tmp_path / "m", ["<think>", "</think>"])
+    session = model.session(2048)
+    conversation = Conversation(session, model.text, model.end_token_ids, None)
+    session.feed(ids := conversation.begin_turn("Why?"))
+    conversation.name_turn("Why?", len(ids))
+    session.feed(model.text.encode("<think>Hm", special=True))
+    conversation.end_turn()
+    conversation.reopen_turn()
+    constraint = ScriptedConstraint(model.text.encode(", so", special=True), None)
+    events = list(conversation.read_answer(4, replace(GREEDY, constraint=constraint)))
+    assert joined_output(events) == Output((ReasoningPart(", so"),))

@@ -44,6 +44,7 @@ from kvkeep.server.sessions import (
     lifecycle,
     pins,
     reuse,
+    turns,
     views,
 )
 from kvkeep.server.transport import TransportMiddleware
@@ -62,7 +63,7 @@ _API_MODULES = (
         auxiliary,
     ),
     *(embeddings, ollama_generation, ollama_models),
-    *(lifecycle, generate, editing, aligning, compaction),
+    *(lifecycle, generate, turns, editing, aligning, compaction),
     *(views, events, reuse, pins, metrics),
 )
 _PAGE_FOLDER = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
@@ -15,6 +16,8 @@ from kvkeep.session.turn_template import TurnTemplate
 from kvkeep.types import AlignmentMode
 
 if TYPE_CHECKING:
+    from kvkeep.chat.continuation import ContinuedReader
+    from kvkeep.chat.output_reader import OutputReader
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.alignment import AlignmentReport
     from kvkeep.session.compaction import CompactionReport
@@ -167,6 +170,16 @@ class Conversation:
         """
         self._turn_spans.reopen()
 
+    def answer_reader(self) -> "Callable[[], ContinuedReader]":
+        """Return a function that makes a reader for what follows in the newest answer.
+
+        The answer is empty, or goes on after `reopen_turn`. The function may be called later, and
+        in another thread.
+        """
+        renderer, tokens = self.session.core.model.renderer, self.session.tokens
+        _, start = self.session.span_ranges.get(f"turn {self.last_turn}", (0, len(tokens)))
+        return partial(_continued_reader, self.codec, renderer.new_reader, tokens, start)
+
     def end_turn(self) -> None:
         """Name the span of the newest turn's answer, which is complete."""
         with interrupts_deferred():
@@ -280,7 +293,7 @@ class Conversation:
         from kvkeep.session.decoding import stream_pieces  # imports torch
 
         core = self.session.core
-        reader = core.model.renderer.new_reader()
+        reader = self.answer_reader()()
         end_ids, speculate = self._eos_token_ids, self.speculate
         stream = stream_pieces(core, max_tokens, sampling, end_ids, speculate)
         with closing(stream):
@@ -314,3 +327,15 @@ class Conversation:
             sampling = self.session.core.model.default_sampling
         validation.instance("sampling", sampling, Sampling)
         return validation.optional_integer("max_tokens", max_tokens, 0), sampling
+
+
+def _continued_reader(
+    codec: "TextCodec", new_reader: "Callable[[], OutputReader]", tokens: Sequence[int], start: int
+) -> "ContinuedReader":
+    """Return a reader for what follows an answer that begins after `start` of the tokens."""
+    from kvkeep.chat.continuation import ContinuedReader
+    from kvkeep.session.streaming import TextStream  # imports the tokenizers
+
+    stream = TextStream(codec, ())
+    beginning = [piece for token in tokens[start:] for piece in stream.push_pieces(token)]
+    return ContinuedReader(new_reader, beginning)

@@ -1,16 +1,18 @@
 """Chat turns in a session over HTTP: the tokens and spans of `kvkeep chat`."""
 
+import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import httpx
 import pytest
-from server.conftest import RunningServer, running_server
+from server.conftest import RunningServer, running_server, serving
 
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation
 from kvkeep.session.turn_template import count_system_tokens
+from tests.scripted_model import ScriptedEngine, family_model
 
 SYSTEM = "You are terse."
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Name a river there.")
@@ -214,3 +216,47 @@ def test_an_answer_that_was_rewound_begins_anew(smollm2: Model, tmp_path: Path) 
         after, again = (client.get(f"{path}/{view}").json() for view in ("memory", "text"))
         assert again["pieces"] == text["pieces"]
         assert (after["spans"], after["runs"]) == (before["spans"], before["runs"])
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("opens", [False, True], ids=["model", "template"])
+def test_a_continued_answer_is_read_from_where_it_was_cut(
+    tmp_path: Path, opens: bool, streams: bool
+) -> None:
+    """Also within a marker. opens: whether the template begins the reasoning."""
+    start = "" if opens else "<think>"
+    answer = f"{start}Hm, or </i>?</think>It is <b>."
+    model = family_model(tmp_path / "m", [], ["<think>"], opens_reasoning=opens)
+    end, text_start = answer.index("</think>"), answer.index("It is")
+    num_tokens, remaining = len(answer), [0]  # a character each
+    assert len(model.text.encode(answer)) == num_tokens
+
+    def write(prompt: str) -> str:
+        return answer[-remaining[0] :]
+
+    def turn(client: httpx.Client, **fields: object) -> tuple[str, str]:
+        body = {"stream": streams, **fields}
+        response = client.post("/v1/sessions/a/turns", json=body).raise_for_status()
+        if not streams:
+            return response.json().get("reasoning", ""), response.json()["text"]
+        events = [line.partition("\n") for line in response.text.split("\n\n")]
+        said = [json.loads(data[6:]) for name, _, data in events if name == "event: token"]
+        parts = tuple("".join(s.get(key, "") for s in said) for key in ("reasoning", "text"))
+        (done,) = (json.loads(data[6:]) for name, _, data in events if name == "event: done")
+        assert parts == (done.get("reasoning", ""), done["text"])
+        return parts
+
+    engine = ScriptedEngine(model, write, settings={"max_kv_size": 2048})
+    with serving(engine) as server, server.client() as client:
+        for cut in range(1, num_tokens):
+            remaining[0] = num_tokens
+            client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+            first = turn(client, content="Why?", max_tokens=cut)
+            remaining[0] -= cut
+            second = turn(client, max_tokens=200)
+            rest = answer[max(cut, len(start)) : end], answer[max(cut, text_start) :]
+            assert [part.strip() for part in second] == [part.strip() for part in rest], cut
+            if len(start) <= cut <= end or cut >= text_start:  # it is in no marker
+                joined = [a + b for a, b in zip(first, second, strict=True)]
+                assert joined == ["Hm, or </i>?", "It is <b>."], cut
+            client.delete("/v1/sessions/a").raise_for_status()
