@@ -71,6 +71,9 @@ def serve(
             raise InvalidArgument("--secret-file is for an object store: add --store URL")
         folder = None if store is None else Path(store)
         _serve_folder(serving, folder, prefix_cache_bytes, options)
+    from kvkeep.server.lifecycle import end_process
+
+    end_process()
 
 
 def _serve_shared(serving: ServingOptions, store: str, options: dict[str, Any]) -> None:

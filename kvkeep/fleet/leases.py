@@ -4,13 +4,14 @@ In the store, a session's *head* names its last committed snapshot and the serve
 """
 
 import asyncio
+import math
 import time
 from asyncio import wrap_future
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
@@ -47,7 +48,16 @@ class LeasedSession:
     is_detached: bool = False  # whether its answer goes on when the client is gone
     stopped: bool = False  # whether its answer was ended before it was complete
     in_sync: bool = False  # whether the engine's session surely equals the store's
+    is_committing: bool = False  # whether its commit has begun
+    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)  # its request
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # once the lease is released
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether its request has changes to commit, or may have some soon."""
+        record = self.record
+        is_changed = record is not None and (record.busy or record.revision != self.loaded_revision)
+        return self.is_committing or is_changed
 
     def remember(self, response: RecordedResponse | None) -> None:
         """Add the response to a request that changed nothing; the next commit stores it."""
@@ -71,16 +81,26 @@ class SessionLeases:
         self.engine, self._borrowed, self.sessions_of = engine, engine.borrowed, sessions_of
         self._copies = EngineCopies(engine, sessions_of, self.call_store)
         self._being_written: dict[SessionKey, LeasedSession] = {}
+        self._leased: list[LeasedSession] = []  # those, and new ones
         self._locks: WeakValueDictionary[SessionKey, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
         self.request_tasks = set[asyncio.Task[None]]()  # requests in progress
 
-    async def drain(self) -> None:
-        """Stop detached answers, and wait until all requests in progress have committed."""
+    async def drain(self, seconds_left: Callable[[], float] = lambda: math.inf) -> None:
+        """Stop detached answers, and wait until all requests in progress have committed.
+
+        Once `seconds_left` returns 0, those that have changed no session yet are cancelled.
+        """
+        cancelled = set[asyncio.Task[None]]()
         while self.request_tasks:
             for leased in list(self._being_written.values()):
                 if leased.is_detached:
                     await self._call_engine(self._stop, leased)
+            if not seconds_left():
+                changing_tasks = {leased.task for leased in self._leased if leased.is_changing}
+                for task in self.request_tasks - changing_tasks - cancelled:
+                    task.cancel()
+                cancelled |= self.request_tasks - changing_tasks
             await asyncio.wait(set(self.request_tasks), timeout=_POLL_SECONDS)
 
     async def stop(self, key: SessionKey, revision: int | None) -> bool:
@@ -150,6 +170,7 @@ class SessionLeases:
     @asynccontextmanager
     async def _roll_back_uncommitted(self, leased: LeasedSession) -> AsyncIterator[LeasedSession]:
         """Roll back what the block did not commit, and release the lease."""
+        self._leased.append(leased)
         try:
             yield leased
         finally:
@@ -160,6 +181,7 @@ class SessionLeases:
                 elif leased.record is not None:
                     await self._call_engine(self._borrowed.release, leased.record)
             finally:
+                self._leased.remove(leased)
                 await self.call_store(leased.lease.release)
                 if (copy := self._copies.get(leased.key)) is not None:
                     copy.version = leased.lease.version
@@ -221,6 +243,7 @@ class SessionLeases:
 
     async def commit(self, leased: LeasedSession, response: RecordedResponse | None = None) -> None:
         """Commit a session with a response to record, and release its lease. Raises StoreError."""
+        leased.is_committing = True
         record = await self._engine_record(leased)
         await self._wait_for_idle_revision(record)
         responses = newest_responses(leased.responses, response)

@@ -19,7 +19,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.engine import SessionRecord
 from kvkeep.engine.session_files import ENGINE_NOTES_KEY
-from kvkeep.errors import InvalidArgument, NoSuchPin, NoSuchSession, StoreError, WrongRevision
+from kvkeep.errors import (
+    Cancelled,
+    InvalidArgument,
+    NoSuchPin,
+    NoSuchSession,
+    StoreError,
+    WrongRevision,
+)
 from kvkeep.fleet.exchange import Exchange, RecordedResponse, SessionKey, WithheldResponse
 from kvkeep.fleet.leases import LeasedSession, SessionLeases
 from kvkeep.fleet.pins import SharedPins
@@ -79,14 +86,17 @@ class SessionMiddleware:
         scope, response = exchange.scope, exchange.response
         try:
             await self._dispatch(exchange)
+        except asyncio.CancelledError:  # by `SessionLeases.drain`
+            error = api_error_for(Cancelled("the server is shutting down"))
         except Exception as exception:
             error = api_error_for(exception)
             if error.status >= 500:
                 _log.error("%s %s", scope["method"], scope["path"], exc_info=exception)
-            event = sse_event(error.openai_body(), "error")
-            await response.fail(error.response(scope["path"]), event)
         else:
             await response.release()
+            return
+        event = sse_event(error.openai_body(), "error")
+        await response.fail(error.response(scope["path"]), event)
 
     async def _dispatch(self, exchange: Exchange) -> None:
         """Handle a request by its operation; the response is still withheld."""

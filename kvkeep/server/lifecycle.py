@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,8 +33,12 @@ _BACKLOG = 512  # connections that wait to be accepted
 _ERROR_SECONDS = 1  # for requests to end with an error, after the grace
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_THREAD_SECONDS = 0.5  # for idle threads to end with the process
+
+
 class _UvicornServer(uvicorn.Server):
-    """Shuts down on SIGINT and SIGTERM so that the process exits with 0; prints the banner.
+    """Shuts down on signals so that the process exits with 0; prints the banner.
 
     grace: seconds after which generations that still run end with an error.
     """
@@ -38,30 +46,54 @@ class _UvicornServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, banner: str, grace: float):
         super().__init__(config)
         self._service, self._banner, self._grace = service, banner, grace
-        self._deadline = 0.0  # the end of the grace, of time.monotonic(); 0 before a signal
+        self._deadline = math.inf  # the end of the grace, of time.monotonic(), after a signal
+        self.grace_ended = asyncio.Event()  # set by a second signal
 
-    @property
-    def remaining_grace(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+    def remaining_grace(self, extra: float = 0.0) -> float:
+        """Return the seconds until `extra` seconds after the grace; 0 without a signal."""
+        has_grace = self._deadline < math.inf
+        return max(0.0, self._deadline + extra - time.monotonic()) if has_grace else 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        grace = 0.0 if self._deadline else self._grace  # another signal ends it
+        grace = self._grace
+        if self._deadline < math.inf:  # another signal ends it
+            grace = 0.0
+            self.grace_ended.set()
         self._deadline = time.monotonic() + grace
         self._service.closing = True  # ends streams of events, which uvicorn would wait for
         asyncio.get_running_loop().call_later(grace, self._service.end_streams)
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # called by uvicorn, whose own raises them again
+    def handling_signals(self) -> Iterator[None]:
+        """Shut down on signals that come within the block, and do nothing else on them.
+
+        SIGHUP stays ignored where the parent process ignores it, as `nohup` does.
+        """
         loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signal_number, self.handle_exit, signal_number, None)
-        print(self._banner, end="", flush=True)  # from here on, Ctrl-C is a shutdown
+        previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        if previous[signal.SIGHUP] is signal.SIG_IGN:
+            del previous[signal.SIGHUP]
+        for number in previous:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for signal_number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(signal_number)
+            for number, handler in previous.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # called by uvicorn, whose own raises them again
+        print(self._banner, end="", flush=True)
+        yield
+
+
+class _AbandonedThreads(ThreadPoolExecutor):
+    """Runs functions in threads. Its shutdown waits for none of them."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 def run_server(
@@ -69,11 +101,12 @@ def run_server(
     keys: ApiKeys,
     options: dict[str, Any],
     middleware: Callable[[Any], Any] = IdempotencyMiddleware,
-    drain: Callable[[], Awaitable[None]] | None = None,
+    drain: Callable[[Callable[[], float]], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until a signal, and close the engine.
 
-    options: of `kvkeep serve`, by name. drain: awaited at the end.
+    options: of `kvkeep serve`, by name. drain: awaited at the end; its argument returns for how
+    many seconds requests may still run. Threads of requests may outlast this: see `end_process`.
     """
     listener = _listen(options["host"], options["port"])
     if options["verbose"]:
@@ -97,15 +130,19 @@ def run_server(
     banner = "" if options["quiet"] else _banner(name, listener, options["allow_edit"])
     server = _UvicornServer(config, service, banner, options["grace"])
 
-    async def serve_and_drain() -> None:
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            if drain is not None:
-                await drain()
+    async def serve_and_save() -> None:
+        asyncio.get_running_loop().set_default_executor(_AbandonedThreads())
+        with server.handling_signals():
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                try:
+                    if drain is not None:
+                        await drain(partial(server.remaining_grace, _ERROR_SECONDS))
+                finally:
+                    await _close(engine, server)
 
-    asyncio.run(serve_and_drain())
-    _close(engine, server)
+    asyncio.run(serve_and_save())
 
 
 def _banner(name: str, listener: socket.socket, allow_edit: bool) -> str:
@@ -117,17 +154,37 @@ def _banner(name: str, listener: socket.socket, allow_edit: bool) -> str:
     return f"kvkeep serves {name} on {url}\n{urls}"
 
 
-def _close(engine: Engine, server: _UvicornServer) -> None:
+async def _close(engine: Engine, server: _UvicornServer) -> None:
     """Close the engine; answers without clients have what is left of the grace.
 
     Another signal ends the grace, and sessions are saved nevertheless.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        engine.close(0.0 if server.force_exit else server.remaining_grace)
-    except KeyboardInterrupt:
-        engine.close()
+    loop, grace = asyncio.get_running_loop(), server.remaining_grace()
+    with ThreadPoolExecutor(2, "kvkeep-close") as threads:  # requests may hold all others
+        closing = loop.run_in_executor(threads, engine.close, grace)
+        grace_ended = asyncio.create_task(server.grace_ended.wait())
+        await asyncio.wait([closing, grace_ended], return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            await loop.run_in_executor(threads, engine.close)
+        await closing
+        grace_ended.cancel()
+
+
+def end_process() -> None:
+    """End the process with status 0 if threads would keep it, which cannot be interrupted.
+
+    Such as one that encodes a long text. The engine must be closed.
+    """
+    deadline, main_thread = time.monotonic() + _THREAD_SECONDS, threading.main_thread()
+    threads = [thread for thread in threading.enumerate() if thread is not main_thread]
+    for thread in threads:
+        if not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() and not thread.daemon for thread in threads):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # its terminal is closed
+                stream.flush()
+        os._exit(0)
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:

@@ -19,6 +19,7 @@ from timeouts import PATIENCE
 
 from kvkeep.cli.launch.clients import CLIENTS
 from kvkeep.cli.launch.clients import RunningServer as LaunchServer
+from kvkeep.cli.launch.process import run_client
 from kvkeep.cli.launch.server import find_server, serves
 from kvkeep.model import Model
 from kvkeep.models.hub.names import name_digest
@@ -348,6 +349,17 @@ def test_a_printed_server_has_a_store_of_its_own_beside_another_one(
     with SessionFolder(tmp_path / "home" / "server" / "sessions" / "0").lock("a") as path:
         small_model().session().snapshot().save(path)
         assert "--store" in invoke(*command).stdout.splitlines()[0]
+
+
+def test_a_client_ignores_a_closed_terminal_if_its_parent_does() -> None:
+    """Such as `nohup`."""
+    exits_with = "import signal, sys; sys.exit(signal.getsignal(1) is signal.SIG_IGN)"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_client([sys.executable, "-c", exits_with], {}) == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 # A client out of the terminal's reach: it counts the interrupts that are passed on to it.

@@ -285,6 +285,92 @@ def test_sigterm_during_a_long_change_leaves_the_session_as_it_was(
         assert (text["revision"], [piece["id"] for piece in text["pieces"]]) == (1, tokens)
 
 
+SLOW_DRAIN = """if True:
+    import asyncio, functools
+    from kvkeep.cli.start import run
+    from kvkeep.server import lifecycle
+    async def drain(*arguments):
+        print("drains", flush=True)
+        await asyncio.sleep(1)
+    lifecycle.run_server = functools.partial(lifecycle.run_server, drain=drain)
+    run()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_drain_loses_no_session(
+    tiny_folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    with serving(tiny_folder, tmp_path, code=SLOW_DRAIN) as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        httpx.post(f"{url}/v1/sessions/a/feed", json={"text": "Once upon a time"})
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert "drains\n" in process.stdout
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 0
+    assert _saved_revision(tiny_folder, tmp_path) == 1
+
+
+STUCK_THREAD = """if True:
+    import threading
+    from kvkeep.cli.start import run
+    from kvkeep.models.text.codec import TextCodec
+    encode = TextCodec.encode
+    def encode_or_wait(codec, text, *arguments, **options):
+        if text == "slow":
+            threading.Event().wait()
+        return encode(codec, text, *arguments, **options)
+    TextCodec.encode = encode_or_wait
+    run()
+"""
+
+
+def test_a_thread_that_works_keeps_no_server(tiny_folder: Path, tmp_path: Path) -> None:
+    with (
+        serving(tiny_folder, tmp_path, "--grace", "0", code=STUCK_THREAD) as (process, url),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        httpx.post(f"{url}/v1/sessions/a/feed", json={"text": "Once upon a time"})
+        path, body = f"{url}/v1/sessions/a/feed", {"text": "slow"}
+        request = threads.submit(httpx.post, path, json=body, timeout=PATIENCE)
+        time.sleep(0.5)  # usually it is in its thread by then
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        with suppress(httpx.TransportError):
+            assert request.result().status_code >= 500
+    assert _saved_revision(tiny_folder, tmp_path) == 1
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_server_whose_terminal_is_closed_ends_unless_that_is_ignored(
+    tiny_folder: Path, tmp_path: Path, is_ignored: bool
+) -> None:
+    """`nohup` ignores it."""
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + COMMAND[2]
+    code = ignoring if is_ignored else COMMAND[2]
+    with serving(tiny_folder, tmp_path, code=code) as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        httpx.post(f"{url}/v1/sessions/a/feed", json={"text": "Once upon a time"})
+        process.send_signal(signal.SIGHUP)
+        if is_ignored:
+            for _ in range(5):
+                assert httpx.get(f"{url}/health").status_code == 200
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert _saved_revision(tiny_folder, tmp_path) == 1
+
+
+def _saved_revision(model: Path, store: Path) -> int | None:
+    with serving(model, store) as (_, url):
+        entry = httpx.get(f"{url}/v1/sessions/a").json()
+        assert entry["lost_revision"] is None
+        revision: int | None = entry["saved_revision"]
+        return revision
+
+
 KILLED_IN_LONG_WORK = """if True:
     import os, signal
     from kvkeep.cli.start import run

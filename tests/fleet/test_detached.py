@@ -1,5 +1,6 @@
 """Answers on a fleet that go on without their client, and those that another client stops."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 from fleet.conftest import Replica, replica
+from timeouts import PATIENCE
 
 from kvkeep.fleet import leases
 from kvkeep.model import Model
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ReadablePath
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -157,3 +160,32 @@ def test_a_session_without_an_answer_has_none_to_stop(serve: Serve) -> None:
         entry = client.get("/v1/sessions/s").json()
         assert client.post(STOP).json()["revision"] == entry["revision"]
         assert client.post("/v1/sessions/none/stop").status_code == 404
+
+
+def test_a_drain_leaves_requests_that_have_changed_nothing_once_its_time_is_over(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And releases their sessions."""
+    begun, may_go_on, encode = threading.Event(), threading.Event(), TextCodec.encode
+
+    def encode_slowly(codec: TextCodec, text: str, *arguments: bool) -> list[int]:
+        if text == "slow":
+            begun.set()
+            may_go_on.wait()
+        return encode(codec, text, *arguments)
+
+    monkeypatch.setattr(TextCodec, "encode", encode_slowly)
+    server = serve("a")
+    with server.client() as client, ThreadPoolExecutor(1) as threads:
+        create(client)
+        feed = "/v1/sessions/s/feed"
+        stuck = threads.submit(client.post, feed, json={"text": "slow"})
+        assert begun.wait(PATIENCE)
+        (task,) = server.leases.request_tasks
+        drain = server.leases.drain(lambda: 0.0)
+        asyncio.run_coroutine_threadsafe(drain, task.get_loop()).result(PATIENCE)
+        assert not server.leases.request_tasks
+        with serve("b").client() as other:
+            assert other.post(feed, json={"tokens": [5, 6]}).json()["total_tokens"] == 2
+        may_go_on.set()
+        assert stuck.result().status_code == 503

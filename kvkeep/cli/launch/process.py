@@ -54,6 +54,8 @@ class _SignalRelay:
 def _signals_held() -> Iterator[_SignalRelay]:
     relay = _SignalRelay()
     numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, for the client too
+        numbers.remove(signal.SIGHUP)
     previous = {number: signal.signal(number, relay.handle) for number in numbers}
     try:
         yield relay
