@@ -6,6 +6,8 @@ keys are remembered, in this process only.
 
 A request whose connection is lost goes on for a while, so that a retry finds it whole. A stream
 ends at once, also before its response starts: its client closes the connection to cancel the rest.
+A detached turn goes on to its end, and its response is remembered. A response with a transient
+error is not, nor a stream that ends with an error.
 """
 
 import asyncio
@@ -13,9 +15,12 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+import pydantic
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
@@ -32,6 +37,9 @@ _MAX_RESPONSE_BYTES = 100_000  # of a response that is remembered
 MAX_KEY_LENGTH = 200  # characters
 _RETRY_SECONDS = 10.0  # for which a request goes on whose client is gone, after its last retry
 _POLL_SECONDS = 0.1
+_STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
+_NO_EVENTS = (b": keepalive", b"data: [DONE]")  # which may follow an error
+_ERROR_TYPES = ("error", "response.failed")  # of events' data
 
 
 @dataclass
@@ -43,6 +51,8 @@ class _KeyedRequest:
     response_complete: bool = False  # whether it was sent to its end
     response_bytes: int = 0
     is_stream: bool = False
+    is_detached: bool = False  # whether it goes on without its client
+    last_event: bytes = b""  # of a stream
     retry_deadline: float = 0.0  # of time.monotonic(), once the client is gone
 
     @property
@@ -50,14 +60,24 @@ class _KeyedRequest:
         """Whether the response's body is not kept whole."""
         return self.response_bytes > _MAX_RESPONSE_BYTES
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a retry may succeed."""
+        if self.response_start is None or not self.response_complete:
+            return True
+        status = self.response_start["status"]
+        return status in _TRANSIENT_STATUSES or status >= 500 or _is_error(self.last_event)
+
     def record(self, message: Message) -> None:
         """Add a message of the response to what is kept of it."""
         if message["type"] == "http.response.start":
             self.response_start = dict(message)  # outer middleware adds headers to the message
             content_type = dict(message.get("headers", ())).get(b"content-type", b"")
-            self.is_stream = content_type.startswith(b"text/event-stream")
+            self.is_stream = content_type.startswith(_STREAM_TYPES)
             return
         body = message.get("body", b"")
+        if self.is_stream and body.strip() and body.strip() not in _NO_EVENTS:
+            self.last_event = body
         self.response_bytes += len(body)
         if self.is_too_large:
             self.response_body.clear()
@@ -69,6 +89,13 @@ class _KeyedRequest:
         assert self.response_start is not None, "the response must be complete"
         await send(dict(self.response_start))
         await send({"type": "http.response.body", "body": bytes(self.response_body)})
+
+    @property
+    def awaits_retry(self) -> bool:
+        """Whether it goes on, although its client is gone."""
+        if self.is_detached:
+            return not self.response_complete
+        return not self.is_stream and time.monotonic() < self.retry_deadline
 
     def expect_retry(self) -> None:
         self.retry_deadline = time.monotonic() + _RETRY_SECONDS
@@ -136,6 +163,8 @@ class IdempotencyMiddleware:
     ) -> None:
         """Run a request, and remember its response unless a retry may succeed."""
         self._requests[request.owner_and_key] = request
+        is_turn = scope["path"].endswith("/turns")
+        request.is_detached = is_turn and _has_flag(body, b"detached")
         receive_again = replay([{"type": "http.request", "body": body}], receive)
 
         async def receive_while_awaited() -> Message:
@@ -143,8 +172,8 @@ class IdempotencyMiddleware:
             if message["type"] == "http.disconnect":
                 request.expect_retry()
                 if request.response_start is None:
-                    request.is_stream = _asks_for_stream(body)
-                while not request.is_stream and time.monotonic() < request.retry_deadline:
+                    request.is_stream = _has_flag(body, b"stream")
+                while request.awaits_retry:
                     await asyncio.sleep(_POLL_SECONDS)
             return message
 
@@ -155,20 +184,42 @@ class IdempotencyMiddleware:
         try:
             await self._app(scope, receive_while_awaited, record_and_send)
         finally:
-            status = request.response_start["status"] if request.response_start else 503
-            if not request.response_complete or status in _TRANSIENT_STATUSES or status >= 500:
-                self._requests.pop(request.owner_and_key, None)
-            while len(self._requests) > _MAX_KEYS:
-                self._requests.popitem(last=False)
+            if request.has_failed and self._requests.get(request.owner_and_key) is request:
+                del self._requests[request.owner_and_key]
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Forget the oldest responses beyond the limit. Keys of running requests stay."""
+        excess = max(0, len(self._requests) - _MAX_KEYS)
+        complete = (key for key, request in self._requests.items() if request.response_complete)
+        for key in list(islice(complete, excess)):
+            del self._requests[key]
 
 
-def _asks_for_stream(body: bytes) -> bool:
-    """Whether the response of a request with this body is to be a stream of events."""
+def _has_flag(body: bytes, name: bytes) -> bool:
+    """Whether a body has a field that is true."""
     try:
-        fields = parse_json(body) if b'"stream"' in body else None
-    except (ValueError, RecursionError):
+        fields = parse_json(body) if name in body else None
+        flag = fields.get(name.decode(), False) if isinstance(fields, dict) else False
+        return pydantic.TypeAdapter(bool).validate_python(flag)
+    except (ValueError, RecursionError):  # the route reports it
         return False
-    return isinstance(fields, dict) and fields.get("stream") is True
+
+
+def _is_error(event: bytes) -> bool:
+    """Whether an event of a stream is an error, in the form of any API."""
+    for line in event.splitlines():
+        name, _, value = line.partition(b": ")
+        if name == b"event" and value.decode() in _ERROR_TYPES:
+            return True
+        data = value if name == b"data" else line  # a line of JSON in Ollama's API
+        with suppress(ValueError, RecursionError):
+            fields = parse_json(data)
+            if isinstance(fields, dict) and (
+                fields.get("error") or fields.get("type") in _ERROR_TYPES
+            ):
+                return True
+    return False
 
 
 def bad_key_error() -> ApiError:

@@ -2,17 +2,20 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server.conftest import RunningServer, running_server
+from server.conftest import RunningServer, running_server, serving
 
 from kvkeep.model import Model
 from kvkeep.server.idempotency import IdempotencyMiddleware
 from kvkeep.server.keys import ApiKeys
+from tests.scripted_model import ScriptedEngine, family_model, slowed
 
 names = (f"once-{number}" for number in count())
 
@@ -158,6 +161,104 @@ def test_a_request_that_is_not_sent_again_is_cancelled(
     while (session := client.get(f"/v1/sessions/{name}").json())["busy"]:
         time.sleep(0.1)
     assert session["tokens"] < 1501
+
+
+def run_app(app: Any, *requests: tuple[str, str]) -> list[list[Any]]:
+    """Send requests, each a path and a key, in this order; return the messages of each."""
+
+    async def send_all() -> list[list[Any]]:
+        middleware, responses = IdempotencyMiddleware(app), []
+        tasks = []
+        for path, key in requests:
+            scope = {"type": "http", "method": "POST", "path": path, "owner": "0"}
+            scope["headers"] = [(b"idempotency-key", key.encode())]
+            body, messages = iter([{"type": "http.request", "body": b"{}"}]), list[Any]()
+
+            async def receive(body: Iterator[Any] = body) -> Any:
+                return next(body, None) or await asyncio.Event().wait()
+
+            async def send(message: Any, messages: list[Any] = messages) -> None:
+                messages.append(message)
+
+            tasks.append(asyncio.create_task(middleware(scope, receive, send)))
+            responses.append(messages)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        return responses
+
+    return asyncio.run(send_all())
+
+
+def test_a_request_that_runs_keeps_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others complete meanwhile; of these the newest are remembered."""
+    monkeypatch.setattr("kvkeep.server.idempotency._MAX_KEYS", 3)
+    runs = Counter[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        runs[path] += 1
+        for _ in range(100 if path.endswith("slow") else 0):
+            await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    slow, quick = "/v1/sessions/slow", "/v1/sessions/quick"
+    others = [(quick, f"key {number}") for number in range(5)]
+    responses = run_app(app, (slow, "key"), *others, (slow, "key"), others[4], others[0])
+    statuses = [messages[0]["status"] for messages in responses]
+    assert statuses == [200, *[200] * 5, 409, 200, 200]
+    assert runs == {slow: 1, quick: 6}  # of the others only the oldest was forgotten
+
+
+@pytest.mark.parametrize(
+    ("content_type", "event"),
+    [
+        ("text/event-stream", 'event: error\ndata: {"error": {"message": "m"}}\n\n'),
+        ("text/event-stream", 'data: {"error": {"message": "m"}}\n\n'),
+        ("text/event-stream", 'event: error\ndata: {"type": "error", "error": {}}\n\n'),
+        ("text/event-stream", 'data: {"type": "response.failed", "response": {}}\n\n'),
+        ("application/x-ndjson", '{"error": "m"}\n'),
+    ],
+)
+def test_a_stream_that_failed_is_not_remembered(content_type: str, event: str) -> None:
+    runs: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(scope["path"])
+        fails = scope["path"].endswith("fails")
+        headers = [(b"content-type", content_type.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        events = ['data: {"text": "a", "error": null}\n\n', event if fails else "", "data: [DONE]"]
+        for body in (*events, ": keepalive\n\n", ""):
+            message = {"type": "http.response.body", "body": body.encode(), "more_body": body != ""}
+            await send(message)
+
+    fails, succeeds = "/v1/sessions/fails", "/v1/sessions/succeeds"
+    run_app(app, (fails, "a"), (succeeds, "b"), (fails, "a"), (succeeds, "b"))
+    assert sorted(runs) == [fails, fails, succeeds]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_a_detached_turn_is_repeated_once_it_is_complete(tmp_path: Path, streams: bool) -> None:
+    """Its connection was lost; meanwhile a retry is refused."""
+    model = family_model(tmp_path / "m", [])
+    answer = "Hello there, this is an answer."
+    engine = ScriptedEngine(model, lambda prompt: answer, settings={"max_kv_size": 512})
+    path, key = "/v1/sessions/a/turns", {"Idempotency-Key": "k"}
+    body = {"content": "Hi", "stream": streams, "detached": True}
+    with slowed(model), serving(engine) as server, server.client() as client:
+        client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(path, json=body, headers=key, timeout=httpx.Timeout(120, read=0.05))
+        while not client.get("/v1/sessions/a").json()["busy"]:
+            pass
+        while (response := client.post(path, json=body, headers=key)).status_code == 409:
+            assert response.json()["error"]["code"] == "key_at_work"
+            time.sleep(0.05)
+        assert response.status_code == 200
+        assert answer in response.text
+        assert set(client.get("/v1/sessions/a").json()["spans"]) >= {"turn 1 answer"}
+        assert "turn 2" not in client.get("/v1/sessions/a").json()["spans"]
 
 
 def test_keys_belong_to_their_owner(
