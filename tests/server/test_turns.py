@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from server.conftest import RunningServer, running_server, serving
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation
 from kvkeep.session.turn_template import count_system_tokens
-from tests.scripted_model import ScriptedEngine, family_model
+from tests.scripted_model import ScriptedEngine, family_model, slowed
 
 SYSTEM = "You are terse."
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Name a river there.")
@@ -259,4 +260,50 @@ def test_a_continued_answer_is_read_from_where_it_was_cut(
             if len(start) <= cut <= end or cut >= text_start:  # it is in no marker
                 joined = [a + b for a, b in zip(first, second, strict=True)]
                 assert joined == ["Hm, or </i>?", "It is <b>."], cut
+            client.delete("/v1/sessions/a").raise_for_status()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["cancelled", "refused"])
+def test_a_first_turn_that_is_removed_leaves_no_system_prompt(tmp_path: Path, fails: bool) -> None:
+    """Neither its text nor its tokens, which are never evicted."""
+    model = family_model(tmp_path / "m", [])
+    settings = {"max_kv_size": 8192, "policy": "sliding", "keep": 4, "prefill_step": 16}
+    engine = ScriptedEngine(model, lambda prompt: "Hi.", settings=settings)
+    turn = {"content": "Hi", "system": "You are a pirate. " * 200}
+    path = "/v1/sessions/a"
+    with slowed(model), serving(engine) as server, server.client() as client:
+        client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+        if fails:
+            refused = client.post(f"{path}/turns", json={"system": turn["system"]})
+            assert refused.status_code == 400
+        else:
+            with ThreadPoolExecutor(1) as threads:
+                cancelled = threads.submit(client.post, f"{path}/turns", json=turn)
+                while not client.get(path).json()["busy"]:
+                    assert not cancelled.done()
+                client.post(f"{path}/stop").raise_for_status()
+                assert cancelled.result().status_code == 503
+        entry = client.get(path).json()
+        assert (entry["tokens"], entry["keep"]) == (0, 4)
+        take_turn(client, "a", "Hi")
+        spans = client.get(f"{path}/memory").json()["spans"]
+        assert "system" not in spans
+        assert spans["turn 1"]["end"] < 100
+
+
+@pytest.mark.parametrize(("path", "key"), [("generate", "text"), ("turns", "content")])
+def test_a_stream_has_all_text_of_its_answer(tmp_path: Path, path: str, key: str) -> None:
+    """Also what could have begun a stop string, or a character."""
+    model = family_model(tmp_path / "m", [])
+    engine = ScriptedEngine(model, lambda prompt: "One é STO", settings={"max_kv_size": 2048})
+    with serving(engine) as server, server.client() as client:
+        for max_tokens in (5, 100):
+            client.post("/v1/sessions", json={"name": "a"}).raise_for_status()
+            body = {key: "Hi", "stream": True, "stop": ["STOP"], "max_tokens": max_tokens}
+            response = client.post(f"/v1/sessions/a/{path}", json=body).raise_for_status()
+            events = [event.partition("\n") for event in response.text.split("\n\n")]
+            said = [json.loads(data[6:]) for name, _, data in events if name == "event: token"]
+            (done,) = (json.loads(data[6:]) for name, _, data in events if name == "event: done")
+            assert "".join(each["text"] for each in said) == done["text"]
+            assert done["text"] == ("One é STO" if max_tokens == 100 else "One \ufffd")
             client.delete("/v1/sessions/a").raise_for_status()

@@ -150,8 +150,10 @@ async def _stream_events(
         elif isinstance(event, GeneratedToken):
             fields = {"text": event.text} if reader is None else _read(reader.push(event.pieces))
             yield sse_event({"token": event.token, **fields}, "token")
-        elif isinstance(event, Finished) and reader is not None:
-            rest = _read([*reader.push([event.text]), *reader.finish()])
+        elif isinstance(event, Finished):
+            rest = {"text": event.text}
+            if reader is not None:
+                rest = _read([*reader.push([event.text]), *reader.finish()])
             if any(rest.values()):
                 yield sse_event({"token": None, **rest}, "token")  # text that was held back
     yield sse_event({**_response(stream.results[0], reader), **extra}, "done")

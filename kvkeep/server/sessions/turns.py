@@ -99,11 +99,25 @@ class _Turn:
     def request(self, record: SessionRecord) -> GenerationRequest:
         """Begin the turn in a session, and return the request for its reply, or for more of it."""
         self._sampling.require_vocabulary(self._model.spec.vocab_size)
-        chat, question = _conversation(self._model, record, self._body.system), self._body.content
-        if question is None:
-            chat.reopen_turn()
-            self.new_reader = chat.answer_reader()
-            return self._generation((), on_end=lambda *_: chat.end_turn())
+        restore = _restorer(record)
+        try:
+            chat = _conversation(self._model, record, self._body.system)
+            if self._body.content is None:
+                return self._continuation(chat)
+            return self._next_turn(chat, self._body.content, restore)
+        except BaseException:
+            restore()
+            raise
+
+    def _continuation(self, chat: Conversation) -> GenerationRequest:
+        chat.reopen_turn()
+        self.new_reader = chat.answer_reader()
+        return self._generation((), on_end=lambda *_: chat.end_turn())
+
+    def _next_turn(
+        self, chat: Conversation, question: str, restore: Callable[[], None]
+    ) -> GenerationRequest:
+        """restore: called once a cancelled message was removed."""
         chat.require_room(question)
         if chat.is_open:
             chat.end_turn()
@@ -116,6 +130,7 @@ class _Turn:
         def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
             if num_prefilled < len(ids):  # cancelled during prefill
                 chat.cancel_turn(question, ids, num_prefilled)
+                restore()
                 return
             chat.name_turn(question, len(ids), num_generated)
             chat.end_turn()
@@ -128,6 +143,22 @@ class _Turn:
         return GenerationRequest(
             *(prompt, body.max_tokens, self._sampling), speculate=body.speculate, **fields
         )
+
+
+def _restorer(record: SessionRecord) -> Callable[[], None]:
+    """Return a function that forgets the chat which a turn begins, if its session is still empty.
+
+    It restores the session's notes, and the number of tokens that are never evicted.
+    """
+    notes, keep = record.notes, record.live.keep
+
+    def restore() -> None:
+        if not record.live.tokens:
+            record.notes = notes
+            if record.live.keep != keep:
+                record.live.keep = keep
+
+    return restore
 
 
 def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
