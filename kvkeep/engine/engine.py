@@ -181,8 +181,9 @@ class Engine(AbstractContextManager["Engine"]):
     def embed(self, ids: Sequence[int]) -> Future[Tensor]:
         """Return the vector of a text; see `kvkeep.session.embedding.embed`.
 
-        Generations continue between its prefill steps. Its memory counts as a session's does.
-        Raises UnsupportedModel for a model without pooling, and NoRoom.
+        Generations continue between its prefill steps, and cancelling the future ends it at the
+        next one. Its memory counts as a session's does. Raises UnsupportedModel for a model without
+        pooling, and NoRoom.
         """
         model, step = self.model, self.settings["prefill_step"]
 
@@ -235,7 +236,8 @@ class Engine(AbstractContextManager["Engine"]):
         """Change a session by a function that evaluates in steps, yielding to requests in between.
 
         The function calls `yield_turn` between its steps: requests that do not change the session
-        are answered meanwhile, and those that do get Busy. Otherwise as `change`.
+        are answered meanwhile, and those that do get Busy. Cancelling the future ends the change at
+        its next step; it is not made. Otherwise as `change`.
         """
         change, submit = self._operations.change, self._thread.submit_long
         return submit(change, name, owner, kind, function, revision, new_tokens, notes)
@@ -252,6 +254,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Run a long function as `run` does; `yield_turn` serves other requests meanwhile.
 
         The function passes `yield_turn` as the `progress` argument of operations that take long.
+        Cancelling the future ends it at its next step.
         """
         return self._thread.submit_long(function, self._operations)
 
@@ -371,12 +374,15 @@ class Engine(AbstractContextManager["Engine"]):
     def yield_turn(self, tokens: int = 0) -> None:
         """Run the waiting calls and one scheduler step: the `progress` callback of long work.
 
-        tokens: not used. Raises Cancelled once the engine is to end, so that the work is given up.
+        tokens: not used. Raises Cancelled once the engine is to end, or if the future of the work
+        was cancelled, so that the work is given up.
         """
         with torch.inference_mode(mode=False):  # as between two calls, whatever the work is
             self._thread.take_turn()
         if self._thread.past_deadline:
             raise Cancelled("the engine is shut down: the change was not made")
+        if self._thread.is_unwanted:
+            raise Cancelled("the request was cancelled: the change was not made")
 
     def close(self, grace: float = 0.0) -> None:
         """Admit nothing more, let generations run for `grace` seconds, and save all changes.

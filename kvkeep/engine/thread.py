@@ -39,6 +39,17 @@ class _Call:
             self.future.set_exception(error)
 
 
+class LongFuture(Future[T]):
+    """The result of a long call. Cancelling it ends also a call that runs, at its next turn."""
+
+    is_unwanted = False  # whether it was cancelled, however late
+
+    def cancel(self) -> bool:
+        """Cancel the call; returns whether it has not begun."""
+        self.is_unwanted = True
+        return super().cancel()
+
+
 class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
 
@@ -65,6 +76,7 @@ class EngineThread:
         self._step, self._idle_seconds, self._on_end = step, idle_seconds, on_end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._deferred = deque[_Call]()  # long calls that came during another one
+        self._long_future: Future[Any] | None = None  # of the long call that runs
         self.closing, self._ended = threading.Event(), threading.Event()
         self._deadline = math.inf  # once it is closing: time until which long work may go on
         self._exit_pause = ExitPause()
@@ -78,11 +90,14 @@ class EngineThread:
         return self._submit(partial(function, *args, **kwargs), is_long=False)
 
     def submit_long(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function that calls `take_turn` between its steps; otherwise as `submit`."""
+        """Run a function that calls `take_turn` between its steps; otherwise as `submit`.
+
+        The future is a `LongFuture`.
+        """
         return self._submit(partial(function, *args, **kwargs), is_long=True)
 
     def _submit(self, function: Callable[[], T], is_long: bool) -> Future[T]:
-        future: Future[T] = Future()
+        future: Future[T] = LongFuture() if is_long else Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine is shut down"))
         elif process_is_ending():
@@ -111,6 +126,11 @@ class EngineThread:
     def past_deadline(self) -> bool:
         """Whether the thread is closing, and the grace of what runs is over."""
         return self.closing.is_set() and time.monotonic() >= self._deadline
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether the long call that runs was cancelled."""
+        return isinstance(self._long_future, LongFuture) and self._long_future.is_unwanted
 
     def close(self, grace: float = 0.0) -> None:
         """Accept no more calls, and wait for the end. grace: see `Engine.close`."""
@@ -179,7 +199,9 @@ class EngineThread:
                 return
             num_left = self._calls.qsize() if wait else num_left - 1
             wait = False
+            self._long_future = call.future if call.is_long else None
             call.run()
+            self._long_future = None
             del call  # it holds objects of the caller
 
     def _next_call(self, wait: bool) -> _Call:

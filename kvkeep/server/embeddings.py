@@ -130,7 +130,8 @@ class _Embedded:
 async def _embed(context: RequestContext, inputs: _Inputs, truncate: bool = False) -> _Embedded:
     """Compute the vectors of texts, one after the other, so that other requests run in between.
 
-    truncate: shorten texts that do not fit. Raises llama.cpp's error for them otherwise.
+    A disconnect ends this. truncate: shorten texts that do not fit. Raises llama.cpp's error for
+    them otherwise.
     """
     service = context.service
     service.model.pooling  # noqa: B018 (raises UnsupportedModel before anything is computed)
@@ -148,8 +149,11 @@ async def _embed(context: RequestContext, inputs: _Inputs, truncate: bool = Fals
         ids if len(ids) <= limit else ids[: limit - len(closing)] + closing for ids in encoded
     ]
     admit, embed = service.admission_queue.admit, context.engine.embed
-    vectors = [await admit(context.owner, partial(embed, ids)) for ids in encoded]
-    return _Embedded(vectors, sum(map(len, encoded)))
+
+    async def embed_all() -> list[Tensor]:
+        return [await admit(context.owner, partial(embed, ids)) for ids in encoded]
+
+    return _Embedded(await context.while_connected(embed_all()), sum(map(len, encoded)))
 
 
 def _encode_all(texts: Sequence[_Text], tokenizer: TextCodec, vocab_size: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 import asyncio
 from asyncio import wrap_future
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from kvkeep.engine import (
     Engine,
     Generation,
     RequestLike,
+    SessionOperations,
     SessionRecord,
 )
 from kvkeep.errors import Cancelled
@@ -134,6 +135,14 @@ class RequestContext:
         """Return `function(record)` of a session by name, called in the engine's thread."""
         return await wrap_future(self.engine.inspect(name, self.owner, function))
 
+    async def run_in_steps(self, function: Callable[[SessionOperations], T]) -> T:
+        """Return the result of `Engine.run_in_steps`. A disconnect, then Cancelled, ends it."""
+
+        async def run() -> T:
+            return await wrap_future(self.engine.run_in_steps(function))
+
+        return await self.while_connected(run())
+
     async def generate(
         self,
         request: RequestLike,
@@ -210,8 +219,23 @@ class RequestContext:
                 cancel()
         return [result for stream in streams for result in stream.results]
 
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work, which is cancelled if the client disconnects.
+
+        Raises Cancelled then. Long calls of the engine that the work awaits end, too.
+        """
+        task = asyncio.create_task(work)
+        async with self._on_disconnect(task.cancel):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    raise
+                raise Cancelled("the client disconnected: the request was cancelled") from None
+
     @asynccontextmanager
-    async def _on_disconnect(self, function: Callable[[], None]) -> AsyncIterator[None]:
+    async def _on_disconnect(self, function: Callable[[], object]) -> AsyncIterator[None]:
         """Call a function if the client disconnects during the block."""
 
         async def watch() -> None:

@@ -1,7 +1,9 @@
 """Embeddings in OpenAI's, llama.cpp's and Ollama's form, compared with transformers."""
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from server.conftest import RunningServer, running_server
+from server.test_hang_ups import send_request, wait_until
 from small_models import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaForCausalLM
@@ -286,3 +289,26 @@ def test_a_gguf_file_without_pooling_has_none(tmp_path: Path, smollm2: Model) ->
         read_pooling(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match="not made for embeddings"):
         _ = smollm2.pooling
+
+
+def test_embeddings_end_with_their_client(
+    embedding_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the midst of a text."""
+    texts: list[Any] = []
+
+    def embed_forever(model: Model, ids: Any, pooling: Any, step: int, progress: Any) -> None:
+        texts.append(ids)
+        while True:
+            progress(0)
+            time.sleep(0.001)
+
+    monkeypatch.setattr("kvkeep.engine.engine.embed", embed_forever)
+    body = {"model": "m", "input": TEXTS}
+    with closing(send_request(embedding_server, "/v1/embeddings", body)):
+        wait_until(lambda: texts)
+    monkeypatch.undo()
+    with embedding_server.client() as client:  # one long call at a time
+        response = client.post("/v1/embeddings", json=body)
+    assert len(response.json()["data"]) == len(TEXTS)
+    assert len(texts) == 1

@@ -183,3 +183,40 @@ def test_a_turn_that_waits_for_room_is_given_up_with_its_client(
             assert time.monotonic() - start < 8  # a retry of another request is expected for ten
         wait_until(lambda: not busy_records(server))
         assert server.service.engine.find("waiting").result().live.tokens == []
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "align": {"mode": "exact", "tokens": list(range(21, 420))},
+    "compress": {"ratio": 2.0, "method": "kvzip"},
+    "compact": {"target": 128, "keep_recent": 0},
+    "edit": {"op": "delete", "start": 2, "end": 4, "recompute": "suffix"},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_long_change_is_not_made_for_a_client_that_is_gone(
+    slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    engine, path = slow_server.service.engine, f"/v1/sessions/{kind}"
+    yield_turn = engine.yield_turn
+
+    def never_return(tokens: int = 0) -> None:
+        while True:
+            yield_turn(tokens)
+            time.sleep(0.001)
+
+    with slow_server.client() as client:
+        settings = {"policy": "full", "max_kv_size": 512}
+        client.post("/v1/sessions", json={"name": kind, **settings}).raise_for_status()
+        client.post(f"{path}/feed", json={"tokens": list(range(20, 420))}).raise_for_status()
+        before = [client.get(path + view).json() for view in ("", "/text", "/memory")]
+        monkeypatch.setattr(engine, "yield_turn", never_return)
+        with closing(send_request(slow_server, f"{path}/{kind}", CHANGES[kind])):
+            wait_until(lambda: client.get(path).json()["busy"])
+        wait_until(lambda: not client.get(path).json()["busy"])
+        after = [client.get(path + view).json() for view in ("", "/text", "/memory")]
+        assert [each["revision"] for each in after] == [each["revision"] for each in before]
+        assert after[1] == before[1]
+        assert after[2]["runs"] == before[2]["runs"]
+        monkeypatch.undo()
+        client.post(f"{path}/{kind}", json=CHANGES[kind]).raise_for_status()

@@ -1,6 +1,5 @@
 """Compaction of a session: by request, and before a turn that would exceed the threshold."""
 
-from asyncio import wrap_future
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -90,7 +89,7 @@ async def compact_before_turn(
 
     if not await context.inspect(context.name, exceeds):
         return None, context.revision
-    report, revision = await wrap_future(context.engine.run_in_steps(change))
+    report, revision = await context.run_in_steps(change)
     if report is not None:
         context.notices.warn(f"compacted: {report.summary()}".replace("→", "to"))
     return report, None if context.revision is None else revision

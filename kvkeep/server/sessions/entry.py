@@ -81,7 +81,8 @@ class SessionContext(RequestContext):
     ) -> JSONResponse:
         """Apply a function that adds at most `added_tokens`; return the fields and its result.
 
-        notes: see `Engine.change`. in_steps: whether the function calls `yield_turn`.
+        notes: see `Engine.change`. in_steps: whether the function calls `yield_turn`; such a
+        change is not made if the client disconnects.
         """
 
         def apply(operations: SessionOperations) -> JSONResponse:
@@ -89,8 +90,9 @@ class SessionContext(RequestContext):
             result = operations.change(*arguments, notes)
             return session_response(operations.find(self.name, self.owner), result=result)
 
-        run = self.engine.run_in_steps if in_steps else self.engine.run
-        return await wrap_future(run(apply))
+        if in_steps:
+            return await self.run_in_steps(apply)
+        return await wrap_future(self.engine.run(apply))
 
     async def rewinds_in_steps(self, count_of: Callable[[int], int]) -> bool:
         """Whether a rewind evaluates more than one step. count_of: of the number of tokens."""

@@ -149,7 +149,7 @@ async def fork(body: ForkRequest, context: SessionDep) -> Response:
         record = operations.fork(*source, title=body.title, progress=progress)
         return session_response(record, 201)
 
-    return await wrap_future((engine.run_in_steps if in_steps else engine.run)(apply))
+    return await (context.run_in_steps(apply) if in_steps else wrap_future(engine.run(apply)))
 
 
 @router.post("/v1/sessions/{name}/revert", response_model=None)
