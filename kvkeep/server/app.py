@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.models.hub.names import name_digest
 from kvkeep.policies import largest_budgets
@@ -86,6 +87,30 @@ class _Application(FastAPI):
         return document
 
 
+class _AnsweredErrors:
+    """Drops the errors of requests that got a whole response, which Starlette raises all the same.
+
+    uvicorn would log them once more, and close the connection, which a client may be about to use.
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal is_complete
+            await send(message)
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            if not is_complete:
+                raise
+
+
 class _PageFiles(StaticFiles):
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         """Have browsers check each file: those of two versions do not work together."""
@@ -119,7 +144,7 @@ def application(
     app.mount("/page", GZipMiddleware(_PageFiles(directory=_PAGE_FOLDER)))
     for error_type in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(error_type, _error_response)
-    inner_app = TransportMiddleware(middleware(NoticesMiddleware(app)))
+    inner_app = TransportMiddleware(middleware(NoticesMiddleware(_AnsweredErrors(app))))
     checked_app: Any = SecurityMiddleware(inner_app, service)
     if origins:  # around the checks: a page of an allowed origin sees their errors
         checked_app = CORSMiddleware(

@@ -208,3 +208,25 @@ def test_names_of_sessions_and_snapshots_are_no_paths(
             answer = client.post("/slots/0?action=restore", json=filename)
             assert 400 <= answer.status_code < 500
     assert sorted(root.rglob("*")) == before
+
+
+def test_after_an_internal_error_the_connection_is_used_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once."""
+
+    def fail() -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(server.service.engine, "totals", fail)
+    with connection_to(server) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        received = b""
+        while b"internal server error" not in received:
+            received += (chunk := connection.recv(65536))
+            assert chunk, received
+        assert received.startswith(b"HTTP/1.1 500 ")
+        connection.sendall(HEALTH + b"Connection: close\r\n\r\n")
+        assert b"200 OK" in all_bytes(connection)
+    failures = [record for record in caplog.records if record.exc_info]
+    assert [str(record.exc_info[1]) for record in failures if record.exc_info] == ["a fault"]
