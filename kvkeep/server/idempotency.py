@@ -6,8 +6,8 @@ keys are remembered, in this process only.
 
 A request whose connection is lost goes on for a while, so that a retry finds it whole. A stream
 ends at once, also before its response starts: its client closes the connection to cancel the rest.
-A detached turn goes on to its end, and its response is remembered. A response with a transient
-error is not, nor a stream that ends with an error.
+A detached turn goes on once it was admitted, and its response is remembered. A response with a
+transient error is not, nor a stream that ends with an error.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class _KeyedRequest:
     @property
     def awaits_retry(self) -> bool:
         """Whether it goes on, although its client is gone."""
-        if self.is_detached:
+        if self.is_detached and self.response_start is not None:  # it was admitted
             return not self.response_complete
         return not self.is_stream and time.monotonic() < self.retry_deadline
 

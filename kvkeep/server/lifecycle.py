@@ -31,8 +31,6 @@ from kvkeep.server.service import Service
 
 _BACKLOG = 512  # connections that wait to be accepted
 _ERROR_SECONDS = 1  # for requests to end with an error, after the grace
-
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _THREAD_SECONDS = 0.5  # for idle threads to end with the process
 
@@ -47,7 +45,7 @@ class _UvicornServer(uvicorn.Server):
         super().__init__(config)
         self._service, self._banner, self._grace = service, banner, grace
         self._deadline = math.inf  # the end of the grace, of time.monotonic(), after a signal
-        self.grace_ended = asyncio.Event()  # set by a second signal
+        self.grace_ended = asyncio.Event()  # set by a second signal, and once all is saved
 
     def remaining_grace(self, extra: float = 0.0) -> float:
         """Return the seconds until `extra` seconds after the grace; 0 without a signal."""
@@ -162,12 +160,11 @@ async def _close(engine: Engine, server: _UvicornServer) -> None:
     loop, grace = asyncio.get_running_loop(), server.remaining_grace()
     with ThreadPoolExecutor(2, "kvkeep-close") as threads:  # requests may hold all others
         closing = loop.run_in_executor(threads, engine.close, grace)
-        grace_ended = asyncio.create_task(server.grace_ended.wait())
-        await asyncio.wait([closing, grace_ended], return_when=asyncio.FIRST_COMPLETED)
+        closing.add_done_callback(lambda _: server.grace_ended.set())
+        await server.grace_ended.wait()
         if not closing.done():
             await loop.run_in_executor(threads, engine.close)
         await closing
-        grace_ended.cancel()
 
 
 def end_process() -> None:
