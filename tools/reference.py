@@ -60,7 +60,7 @@ def api_page() -> str:
     """Return the page with every route of the server."""
     wrapped: list[NoticesMiddleware] = []
     application(Mock(), middleware=lambda app: wrapped.append(app) or app)
-    document = wrapped[0].app.openapi()
+    document = wrapped[0].app.app.openapi()
     schemas = document["components"]["schemas"]
     parts, left = [_API, _statuses(document)], dict(document["paths"])
     for title, beginnings in _GROUPS.items():

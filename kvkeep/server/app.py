@@ -94,7 +94,7 @@ class _AnsweredErrors:
     """
 
     def __init__(self, app: Any):
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_complete = False
@@ -105,7 +105,7 @@ class _AnsweredErrors:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self.app(scope, receive, send_and_note)
         except Exception:
             if not is_complete:
                 raise
