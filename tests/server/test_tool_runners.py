@@ -132,3 +132,23 @@ def test_a_compaction_follows_its_instructions(
     ):
         with pytest.raises(anthropic.BadRequestError, match="cannot be combined"):
             client.beta.messages.create(compaction=compaction, extra_body=field, **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "limits", [{"max_tokens": 5}, {"max_tokens": 50, "stop_sequences": ["four"]}], ids=repr
+)
+def test_a_summary_that_is_cut_off_replaces_nothing(
+    client: anthropic.Anthropic, scripted: ScriptedServer, limits: Any, streamed: bool
+) -> None:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    options: Any = {"model": "a", "messages": messages, "compaction": {"type": "summarize"}}
+    scripted.write("one two three four five six seven eight nine ten")
+    if streamed:
+        with client.beta.messages.stream(**options, **limits) as stream:
+            answer: Any = stream.get_final_message()
+    else:
+        answer = client.beta.messages.create(**options, **limits)
+    (block,) = answer.content
+    assert (block.type, block.content) == ("compaction", None)
+    assert answer.stop_reason == "compaction"

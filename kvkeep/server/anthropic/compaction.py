@@ -9,6 +9,7 @@ from typing import Any
 
 from kvkeep.chat.anthropic_messages import SIGNATURE
 from kvkeep.chat.messages import Chat, Message, TextPart, ToolChoice, normalized
+from kvkeep.chat.output import OutputEvent
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished
 from kvkeep.server.anthropic.answers import AnswerReader
@@ -33,12 +34,20 @@ def asking_for_summary(chat: Chat, instructions: str) -> Chat:
 
 
 class SummaryReader(AnswerReader):
-    """Reads the events of a generation that writes a summary. Reasoning is none of it."""
+    """Reads the events of a generation that writes a summary. Reasoning is left out of it.
+
+    A summary that the model did not end itself is none: clients drop what it would stand for.
+    """
 
     def __init__(self, reader: OutputReader, tool_changes: Sequence[dict[str, Any]]):
         """tool_changes: the last change of each tool in the conversation, as blocks."""
         super().__init__(reader, None, is_empty=False)
         self._tool_changes = list(tool_changes)
+        self._is_complete = False
+
+    def push(self, event: StreamEvent) -> list[OutputEvent]:
+        self._is_complete = isinstance(event, Finished) and event.reason == "eos"
+        return super().push(event)
 
     def streamed(self, event: StreamEvent) -> Iterator[bytes]:
         self.push(event)
@@ -54,8 +63,9 @@ class SummaryReader(AnswerReader):
 
     @property
     def content(self) -> list[dict[str, Any]]:
-        """The block. Its content is None if the model wrote nothing."""
-        fields = {"content": self.output.text.strip() or None, "signature": SIGNATURE}
+        """The block. Its content is None if the model wrote no complete summary."""
+        summary = self.output.text.strip() if self._is_complete else ""
+        fields = {"content": summary or None, "signature": SIGNATURE}
         return [{"type": "compaction", **fields, "tool_changes": self._tool_changes}]
 
     def stop_fields(self, finished: Finished) -> dict[str, Any]:
