@@ -14,6 +14,7 @@ from kvkeep.chat.anthropic_tool_changes import (
     CHANGE_TYPES,
     ToolChange,
     changes_text,
+    is_summary,
     parse_changes,
     tool_line,
 )
@@ -67,9 +68,8 @@ def parse_blocks(
     """Return the parts of a message's content: a text, or a list of blocks.
 
     where: names the content in errors. tools: those that a `tool_reference` can refer to.
-    is_answer: whether a model wrote it; blocks of unknown types are then none of its words, and are
-    left out. start: the index of the first block, for errors. Raises InvalidArgument for what is no
-    content.
+    is_answer: whether a model wrote it; blocks of unknown types are then left out. start: the index
+    of the first block, for errors. Raises InvalidArgument for what is no content.
     """
     parts: list[Part] = []
     changes: list[ToolChange] = []  # that are not described yet
@@ -93,7 +93,7 @@ def parse_blocks(
             parts.append(_tool_result(block, block_where, tools))
         elif not is_answer or block_type in _KNOWN_TYPES:
             parts += _content_parts(block, block_where, tools)
-        if block_type == "compaction":
+        if is_summary(block):
             changes = parse_changes(block.get("tool_changes"), f"{block_where}.tool_changes")
     return [*parts, *_described(changes, parts, tools)]
 

@@ -10,7 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from kvkeep.chat.anthropic_blocks import format_parts, parse_blocks
-from kvkeep.chat.anthropic_tool_changes import changed_tools, changes_among
+from kvkeep.chat.anthropic_history import HistoryEntry, entries_in_force
+from kvkeep.chat.anthropic_tool_changes import changed_tools, is_summary
 from kvkeep.chat.anthropic_tools import format_choice, format_tool, parse_choice, parse_tools
 from kvkeep.chat.fields import optional_mapping
 from kvkeep.chat.messages import (
@@ -47,13 +48,8 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
         messages.append(Message("system", tuple(parse_blocks(system, "system", tools_by_name))))
     if not isinstance(entries, list) or not entries:
         raise InvalidArgument(f"messages must be a list of messages; found {entries!r:.100}")
-    last_of_user = max((n for n, entry in enumerate(entries) if _role(entry) == "user"), default=0)
-    for index, entry in enumerate(entries):
-        if index < last_of_user and _clears_itself(entry):
-            entry = {**entry, "content": changes_among(entry.get("content"))}
-            if not entry["content"]:
-                continue
-        messages += _parse_message(entry, f"messages[{index}]", tools_by_name)
+    for entry in entries_in_force(entries):
+        messages += _parse_message(entry, tools_by_name)
     available = tuple(tool for tool in tools if tool.name not in removed)
     choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
     if len(available) < len(tools) and choice.mode != "none" and choice.names is None:
@@ -93,25 +89,16 @@ def format_output(output: Output) -> list[dict[str, Any]]:
     return blocks or [{"type": "text", "text": ""}]
 
 
-def _role(entry: Any) -> Any:
-    return optional_mapping(entry).get("role")
-
-
-def _clears_itself(entry: Any) -> bool:
-    """Whether a message's text is for the user's turn before it alone."""
-    is_until_next: bool = optional_mapping(entry).get("clear_at") == "next_user_message"
-    return is_until_next and _role(entry) == "system"
-
-
-def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Message]:
+def _parse_message(entry: HistoryEntry, tools: Mapping[str, Tool]) -> list[Message]:
     """Return an entry as messages: one for each run of parts of one role."""
-    role = _role(entry)
+    where = f"messages[{entry.index}]"
+    role = optional_mapping(entry.message).get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
-    content, is_answer = entry.get("content"), role == "assistant"
-    if is_answer and _has_summary(content):
-        return _with_summaries(content, f"{where}.content", tools)
-    parts = parse_blocks(content, f"{where}.content", tools, is_answer)
+    content, is_answer = entry.message.get("content"), role == "assistant"
+    if is_answer and _has_compaction(content):
+        return _with_summaries(content, f"{where}.content", tools, entry.start)
+    parts = parse_blocks(content, f"{where}.content", tools, is_answer, entry.start)
     if role == "system" and not parts and isinstance(content, list) and content:
         return []  # such as a change of a tool that only the hosted API can run
     if role == "user":  # results belong to the calls of the message before
@@ -120,29 +107,33 @@ def _parse_message(entry: Any, where: str, tools: Mapping[str, Tool]) -> list[Me
     return [Message(run_role, tuple(run)) for run_role, run in runs] or [Message(role)]
 
 
-def _is_summary(block: Any) -> bool:
+def _is_compaction(block: Any) -> bool:
     return bool(optional_mapping(block).get("type") == "compaction")
 
 
-def _has_summary(content: Any) -> bool:
-    return isinstance(content, list) and any(map(_is_summary, content))
+def _has_compaction(content: Any) -> bool:
+    return isinstance(content, list) and any(map(_is_compaction, content))
 
 
-def _with_summaries(blocks: Sequence[Any], where: str, tools: Mapping[str, Tool]) -> list[Message]:
-    """Return an answer with summaries of what was before it, which become a user's messages.
+def _with_summaries(
+    blocks: Sequence[Any], where: str, tools: Mapping[str, Tool], start: int
+) -> list[Message]:
+    """Return an answer with a summary of what was before it, which becomes a user's message.
 
-    As the assistant's, a summary at the end would be continued, and not answered.
+    As the assistant's, a summary at the end would be continued, and not answered. start: the index
+    of the first block. Summaries without content are left out.
     """
-    messages, start = list[Message](), 0
-    for is_summary, group in groupby(blocks, _is_summary):
+    messages = list[Message]()
+    for is_compaction, group in groupby(blocks, _is_compaction):
         run = list(group)
-        parts = parse_blocks(run, where, tools, not is_summary, start)
+        parts = parse_blocks(run, where, tools, not is_compaction, start)
         start += len(run)
-        if is_summary and parts:
+        if any(map(is_summary, run)):
             messages.append(Message("user", (TextPart(_SUMMARY_HEADING), *parts)))
-        runs = groupby(() if is_summary else parts, key=lambda part: _part_role(part, "assistant"))
-        messages += [Message(role, tuple(parts)) for role, parts in runs]
-    return messages or [Message("assistant")]
+        elif not is_compaction:
+            runs = groupby(parts, key=lambda part: _part_role(part, "assistant"))
+            messages += [Message(role, tuple(parts)) for role, parts in runs]
+    return messages
 
 
 def _part_role(part: Part, message_role: Role) -> Role:

@@ -47,7 +47,7 @@ def parse_change(block: Mapping[str, Any], where: str) -> ToolChange | None:
 
 def parse_changes(blocks: Any, where: str) -> list[ToolChange]:
     """Return what several blocks change. Raises as `parse_change`."""
-    changes = (parse_change(block, where) for block in changes_among(blocks))
+    changes = (parse_change(block, where) for block in only_changes(blocks))
     return [change for change in changes if change is not None]
 
 
@@ -66,19 +66,27 @@ def change_blocks(messages: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield the blocks of a conversation that change its tools, and their places in words."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = optional_mapping(message).get("content")
-        yield from _changes_among(content, f"messages[{index}].content")
+        yield from _change_blocks_of(content, f"messages[{index}].content")
 
 
-def _changes_among(blocks: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _change_blocks_of(blocks: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
         block_where, kind = f"{where}[{index}]", optional_mapping(block).get("type")
         if kind in CHANGE_TYPES:
             yield block, block_where
-        elif kind == "compaction":
-            yield from _changes_among(block.get("tool_changes"), f"{block_where}.tool_changes")
+        elif is_summary(block):
+            yield from _change_blocks_of(block.get("tool_changes"), f"{block_where}.tool_changes")
 
 
-def changes_among(blocks: Any) -> list[Any]:
+def is_summary(block: Any) -> bool:
+    """Whether a block stands for what was before it. One without content stands for nothing."""
+    fields = optional_mapping(block)
+    content = fields.get("content")
+    has_content = bool(content.strip() if isinstance(content, str) else content)
+    return fields.get("type") == "compaction" and has_content
+
+
+def only_changes(blocks: Any) -> list[Any]:
     """Return the blocks of a content that change tools."""
     entries = blocks if isinstance(blocks, list) else ()
     return [block for block in entries if optional_mapping(block).get("type") in CHANGE_TYPES]
@@ -121,11 +129,20 @@ def tool_line(tool: Tool) -> str:
 
 
 def last_changes(messages: Any) -> list[dict[str, Any]]:
-    """Return the last change of each tool of a conversation, as a `compaction` block has them."""
-    by_name = dict[str, dict[str, Any]]()
+    """Return the last change of each tool of a conversation, as a `compaction` block has them.
+
+    An addition has the definition of an earlier one that it refers to.
+    """
+    by_name, definitions = dict[str, dict[str, Any]](), dict[str, Any]()
     for block, where in change_blocks(messages):
         change = parse_change(block, where)
-        if change is not None:
-            by_name.pop(change.name, None)
-            by_name[change.name] = {"type": block["type"], "tool": block["tool"]}
+        if change is None:
+            continue
+        tool = block["tool"]
+        if change.tool is not None:
+            definitions[change.name] = tool
+        elif change.is_added:
+            tool = definitions.get(change.name, tool)
+        by_name.pop(change.name, None)
+        by_name[change.name] = {"type": block["type"], "tool": tool}
     return list(by_name.values())

@@ -213,10 +213,7 @@ def test_a_summary_in_an_answer_is_a_users_message() -> None:
     )
     blocks = [{"type": "text", "text": "Ha"}, summary, {"type": "text", "text": "Ho"}]
     texts = [(message.role, message.text) for message in parsed(ANSWER | {"content": blocks})]
-    assert texts == [("assistant", "Ha"), ("user", f"{heading}So far."), ("assistant", "Ho")]
-    assert parsed(ANSWER | {"content": [{"type": "compaction", "content": None}]}) == (
-        Message("assistant"),
-    )
+    assert texts == [("user", f"{heading}So far."), ("assistant", "Ho")]
     with pytest.raises(InvalidArgument, match=r"messages\[0\]\.content\[1\]"):
         parsed(ANSWER | {"content": [summary, 5]})
     added = {"type": "tool_definition", "definition": TOOL}
@@ -224,6 +221,36 @@ def test_a_summary_in_an_answer_is_a_users_message() -> None:
     chat = parse_chat({"messages": [ANSWER | {"content": [changed]}]})
     assert [tool.name for tool in chat.callable_tools] == ["weather"]
     assert chat.messages[0].text.endswith('"properties": {"city": {"type": "string"}}}}\n')
+
+
+def test_a_summary_stands_for_the_messages_before_it() -> None:
+    question, answer = {"role": "user", "content": "Hi"}, {**ANSWER, "content": "Ho"}
+    blocks = [{"type": "text", "text": "Ha"}, {"type": "compaction", "content": "So far."}]
+    added = {"type": "tool_definition", "definition": TOOL}
+    changing = {"role": "system", "content": [{"type": "tool_addition", "tool": added}]}
+    old, summary = {**blocks[1], "content": "Long ago."}, {**ANSWER, "content": blocks}
+    history = [question, {**ANSWER, "content": [old]}, question, changing, answer]
+    chat = parse_chat({"messages": [*history, summary, question, answer], "system": "Be kind."})
+    alone = {**blocks[1], "tool_changes": changing["content"]}
+    same = {"messages": [{**ANSWER, "content": [alone]}, question, answer], "system": "Be kind."}
+    assert chat == parse_chat(same)
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[1].text.count('"name": "weather"') == 1
+    assert [tool.name for tool in chat.callable_tools] == ["weather"]
+    with pytest.raises(InvalidArgument, match=r"messages\[1\]\.content\[2\]"):
+        parsed(question, {**ANSWER, "content": [*blocks, 5]})
+
+
+@pytest.mark.parametrize("content", [None, "", " ", []])
+def test_a_compaction_without_a_summary_is_nothing(content: Any) -> None:
+    question, answer = {"role": "user", "content": "Hi"}, {**ANSWER, "content": "Ho"}
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "weather"}}
+    failed = {"type": "compaction", "content": content, "tool_changes": [removal]}
+    messages = [question, answer, {**ANSWER, "content": [failed]}, question]
+    chat = parse_chat({"messages": messages, "tools": [TOOL]})
+    assert chat == parse_chat({"messages": [question, answer, question], "tools": [TOOL]})
+    beside = {**ANSWER, "content": [failed, {"type": "text", "text": "Ho"}]}
+    assert parsed(question, beside) == parsed(question, answer)
 
 
 def test_a_tool_reference_is_the_deferred_tools_definition() -> None:

@@ -120,3 +120,29 @@ def test_the_last_change_of_each_tool_counts() -> None:
     blocks = [removal, added(TIME), referred("tool_addition", "weather"), removal]
     message = {"role": "system", "content": blocks}
     assert last_changes([QUESTION, message]) == [added(TIME), removal]
+
+
+def test_an_addition_after_a_removal_has_its_definition() -> None:
+    blocks = [added(TIME), referred("tool_removal", "time"), referred("tool_addition", "time")]
+    assert last_changes([QUESTION, {"role": "system", "content": blocks}]) == [added(TIME)]
+
+
+def test_changes_in_an_answer_are_described_behind_it() -> None:
+    text = {"type": "text", "text": "Ho"}
+    answer: dict[str, Any] = {"role": "assistant", "content": [added(TIME), text]}
+    description = f"{ADDED}\n{TIME_LINE}\n"
+    beginning = [("user", "Hi"), ("assistant", "Ho")]
+    for later, expected in (
+        ([], [*beginning, ("user", description)]),
+        ([QUESTION], [*beginning, ("user", f"{description}Hi")]),
+        ([{"role": "assistant", "content": "So"}], None),
+    ):
+        chat = parse_chat({"messages": [QUESTION, answer, *later]})
+        texts = [(message.role, message.text) for message in chat.messages]
+        assert texts == (expected or [*beginning, ("user", description), ("assistant", "So")])
+        assert callable_names(chat) == ["time"]
+    answer["content"].append({"type": "tool_use", "id": "a", "name": "weather", "input": {}})
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
+    chat = parse_chat({"messages": [QUESTION, answer, {"role": "user", "content": [result]}]})
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "user"]
+    assert chat.messages[-1].text == description

@@ -47,6 +47,22 @@ def test_marks_are_in_the_order_of_the_prompt_and_the_last_four_count() -> None:
     assert system.fields["system"] == [_block("s", MARK)]
 
 
+def test_prefixes_have_what_the_whole_prompt_has() -> None:
+    note = {**_message(_block("n", MARK), role="system"), "clear_at": "next_user_message"}
+    question, answer = _message(_block("q")), _message(_block("a", MARK), role="assistant")
+    (cleared,) = find_marks(CountTokensRequest(messages=[question, note, answer, question]))
+    assert cleared.fields is not None
+    assert cleared.fields["messages"] == [question, answer]
+    kept, _ = find_marks(CountTokensRequest(messages=[question, note, answer]))
+    assert kept.fields is not None
+    assert kept.fields["messages"] == [question, note]
+    summary = {"type": "compaction", "content": "So far.", "tool_changes": []}
+    summarized = [question, answer, _message(summary, role="assistant"), answer, question]
+    (later,) = find_marks(CountTokensRequest(messages=summarized))
+    assert later.fields is not None
+    assert later.fields["messages"] == summarized[2:4]
+
+
 @pytest.mark.parametrize("place", ["messages", "blocks", "system"])
 def test_many_marks_take_little_memory(place: str) -> None:
     blocks = [_block("a", MARK)] * COUNT

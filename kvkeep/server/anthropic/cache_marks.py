@@ -13,6 +13,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+from kvkeep.chat.anthropic_history import entries_in_force
 from kvkeep.chat.anthropic_messages import parse_chat
 from kvkeep.chat.context_edits import without_reasoning
 from kvkeep.chat.messages import Message
@@ -68,12 +69,14 @@ def _marks_from_end(body: CountTokensRequest) -> Iterator[CacheMark]:
 
 
 def _message_marks(body: CountTokensRequest) -> Iterator[CacheMark]:
-    for index in reversed(range(len(body.messages))):
-        message = body.messages[index]
+    """Yield the marks of the messages that the prompt has, of which prefixes consist, too."""
+    history = [entry.message for entry in entries_in_force(body.messages)]
+    for index in reversed(range(len(history))):
+        message = history[index]
         content = message.get("content")
         for blocks in _marked_beginnings(content):
-            messages = [*body.messages[:index], {**message, "content": blocks}]
-            is_whole = len(messages) == len(body.messages) and len(blocks) == len(content or ())
+            messages = [*history[:index], {**message, "content": blocks}]
+            is_whole = len(messages) == len(history) and len(blocks) == len(content or ())
             fields = {"system": body.system, "tools": body.tools, "messages": messages}
             yield CacheMark(_seconds(blocks[-1][_MARK]), None if is_whole else fields)
 
