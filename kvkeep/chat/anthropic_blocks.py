@@ -102,11 +102,12 @@ def _described(
     changes: Sequence[ToolChange], before: Sequence[Part], tools: _ToolsByName
 ) -> list[TextPart]:
     """Return changes of tools as a text in lines of its own. before: the parts before it."""
-    if not changes:
+    text = changes_text(changes, tools)
+    if not text:
         return []
     last = before[-1] if before else None
     start = "\n" if isinstance(last, TextPart) and not last.text.endswith("\n") else ""
-    return [TextPart(start + changes_text(changes, tools))]
+    return [TextPart(start + text)]
 
 
 def parse_content(

@@ -11,7 +11,12 @@ from typing import Any
 
 from kvkeep.chat.anthropic_blocks import format_parts, parse_blocks
 from kvkeep.chat.anthropic_history import HistoryEntry, entries_in_force
-from kvkeep.chat.anthropic_tool_changes import changed_tools, is_summary
+from kvkeep.chat.anthropic_tool_changes import (
+    changed_tools,
+    defined_tools,
+    is_summary,
+    only_changes,
+)
 from kvkeep.chat.anthropic_tools import format_choice, format_tool, parse_choice, parse_tools
 from kvkeep.chat.fields import optional_mapping
 from kvkeep.chat.messages import (
@@ -41,19 +46,22 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
     Tools that only the hosted API can run are left out: see `hosted_tools`. Raises InvalidArgument.
     """
     entries = body.get("messages")
-    tools, removed = changed_tools(parse_tools(body.get("tools")), entries)
-    tools_by_name = {tool.name: tool for tool in tools}
+    listed = parse_tools(body.get("tools"))
+    tools, removed = changed_tools(listed, entries)
+    known = {tool.name: tool for tool in listed}
     messages = list[Message]()
     if system := body.get("system"):
-        messages.append(Message("system", tuple(parse_blocks(system, "system", tools_by_name))))
+        messages.append(Message("system", tuple(parse_blocks(system, "system", known))))
     if not isinstance(entries, list) or not entries:
         raise InvalidArgument(f"messages must be a list of messages; found {entries!r:.100}")
     for entry in entries_in_force(entries):
-        messages += _parse_message(entry, tools_by_name)
+        content = optional_mapping(entry.message).get("content")
+        known |= defined_tools(content, f"messages[{entry.index}].content")
+        messages += _parse_message(entry, known)
     available = tuple(tool for tool in tools if tool.name not in removed)
     choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
     if len(available) < len(tools) and choice.mode != "none" and choice.names is None:
-        choice = replace(choice, names=tuple(tool.name for tool in available))
+        choice = replace(choice, names=tuple(dict.fromkeys(tool.name for tool in available)))
     return Chat(normalized(messages or [Message("user")]), tools, choice)
 
 
@@ -99,7 +107,8 @@ def _parse_message(entry: HistoryEntry, tools: Mapping[str, Tool]) -> list[Messa
     if is_answer and _has_compaction(content):
         return _with_summaries(content, f"{where}.content", tools, entry.start)
     parts = parse_blocks(content, f"{where}.content", tools, is_answer, entry.start)
-    if role == "system" and not parts and isinstance(content, list) and content:
+    is_silent = role == "system" or len(only_changes(content)) == len(content or ())
+    if is_silent and not parts and isinstance(content, list) and content:
         return []  # such as a change of a tool that only the hosted API can run
     if role == "user":  # results belong to the calls of the message before
         parts.sort(key=lambda part: not isinstance(part, ToolResult))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkeep.chat.anthropic_tools import is_hosted, parse_definition
+from kvkeep.chat.anthropic_tools import client_tool_names, is_hosted, parse_definition
 from kvkeep.chat.fields import expect_mapping, optional_mapping, optional_text
 from kvkeep.chat.late_tools import HEADING
 from kvkeep.chat.messages import Tool
@@ -51,15 +51,25 @@ def parse_changes(blocks: Any, where: str) -> list[ToolChange]:
     return [change for change in changes if change is not None]
 
 
-def hosted_changes(messages: Any) -> Iterator[str]:
-    """Yield the types of added tools that only the hosted API can run, and of its references."""
+def ignored_changes(messages: Any, names: Iterable[str]) -> Iterator[str]:
+    """Yield what names changes without effect.
+
+    Those are added tools that only the hosted API can run, by their types, and references to such
+    ones and to unknown tools. names: of the request's tools.
+    """
+    known = set(names)
     for block, _ in change_blocks(messages):
         entry = optional_mapping(block.get("tool"))
         definition = optional_mapping(entry.get("definition"))
-        if entry.get("type") == "tool_definition" and is_hosted(definition):
-            yield str(definition["type"])
-        elif entry.get("type") not in ("tool_definition", "tool_reference"):
+        if entry.get("type") == "tool_reference":
+            if entry.get("name") not in known:
+                yield f"{block['type']}.{entry.get('name')}"
+        elif entry.get("type") != "tool_definition":
             yield str(entry.get("type"))
+        elif is_hosted(definition):
+            yield str(definition["type"])
+        else:
+            known |= client_tool_names([definition])
 
 
 def change_blocks(messages: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -95,31 +105,46 @@ def only_changes(blocks: Any) -> list[Any]:
 def changed_tools(tools: Sequence[Tool], messages: Any) -> tuple[tuple[Tool, ...], frozenset[str]]:
     """Return the tools of a whole conversation, and the names of those that are removed in the end.
 
-    tools: of its request. A tool that is defined again has its newest definition.
+    tools: of its request. Of several of one name the last counts. One whose first change is an
+    addition of the same definition is not described before the messages.
     """
     defined, removed = dict[str, Tool](), set[str]()
+    first_changes = dict[str, ToolChange]()
     for block, where in change_blocks(messages):
         change = parse_change(block, where)
         if change is None:
             continue
+        first_changes.setdefault(change.name, change)
         if change.tool is not None:
             defined[change.name] = change.tool
         (removed.discard if change.is_added else removed.add)(change.name)
-    kept = [replace(defined.get(tool.name, tool), deferred=tool.deferred) for tool in tools]
-    names = {tool.name for tool in tools}
-    new = [replace(tool, deferred=True) for name, tool in defined.items() if name not in names]
-    return (*kept, *new), frozenset(removed)
+    late = {change.tool for change in first_changes.values() if change.is_added}
+    listed = {tool.name: replace(tool, deferred=False) for tool in tools}
+    first = [replace(t, deferred=t.deferred or listed[t.name] in late) for t in tools]
+    newer = [tool for name, tool in defined.items() if listed.get(name) != tool]
+    return (*first, *(replace(tool, deferred=True) for tool in newer)), frozenset(removed)
+
+
+def defined_tools(content: Any, where: str) -> dict[str, Tool]:
+    """Return the tools that the blocks of a content define, by name. Raises InvalidArgument."""
+    changes = (parse_change(*change) for change in _change_blocks_of(content, where))
+    return {change.name: change.tool for change in changes if change and change.tool}
 
 
 def changes_text(changes: Iterable[ToolChange], tools: Mapping[str, Tool]) -> str:
-    """Return lines that describe changes. tools: those that a reference can refer to, by name."""
+    """Return lines that describe changes. tools: those that are known, by name.
+
+    References to others are left out.
+    """
     lines, was_added = list[str](), None
     for change in changes:
+        tool = change.tool or tools.get(change.name)
+        if tool is None:
+            continue
         if change.is_added != was_added:
             lines.append(HEADING if change.is_added else _REMOVAL_HEADING)
             was_added = change.is_added
-        tool = change.tool or tools.get(change.name) if change.is_added else None
-        lines.append(tool_line(tool) if tool else change.name)
+        lines.append(tool_line(tool) if change.is_added else change.name)
     return "\n".join([*lines, ""]) if lines else ""
 
 

@@ -84,6 +84,11 @@ def hosted_tools(entries: Any) -> list[Mapping[str, Any]]:
     return [entry for entry in optional_list(entries, "tools") if is_hosted(entry)]
 
 
+def client_tool_names(entries: Any) -> set[str]:
+    """Return the names of the tools that the client runs."""
+    return {_name(entry) for entry in entries or () if not is_hosted(entry)}
+
+
 def allows_parallel_calls(tool_choice: Any) -> bool:
     """Whether the model may make several calls in one answer."""
     return not optional_mapping(tool_choice).get("disable_parallel_tool_use")
@@ -108,9 +113,13 @@ def parse_definition(entry: Any, where: str) -> Tool | None:
     return None if is_hosted(entry) else _parse_tool(entry, where, deferring=False)
 
 
-def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:
+def _name(entry: Any) -> Any:
     known = _client_tool(entry)
-    name = optional_mapping(entry).get("name", known and known.name)
+    return optional_mapping(entry).get("name", known and known.name)
+
+
+def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:
+    known, name = _client_tool(entry), _name(entry)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"{where}.name must have 1 to 128 letters, digits, '_', '.' and '-'; "

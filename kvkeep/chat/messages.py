@@ -137,11 +137,11 @@ class Chat:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that `choice` allows."""
+        """The tools that `choice` allows. Of several of one name it is the last."""
         if self.choice.mode == "none":
             return ()
-        names = self.choice.names
-        return tuple(tool for tool in self.tools if names is None or tool.name in names)
+        by_name, names = {tool.name: tool for tool in self.tools}, self.choice.names
+        return tuple(tool for tool in by_name.values() if names is None or tool.name in names)
 
 
 def content_text(content: Iterable[TextPart | MediaPart]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvkeep.chat.anthropic_messages import parse_chat
-from kvkeep.chat.anthropic_tool_changes import last_changes
+from kvkeep.chat.anthropic_tool_changes import ignored_changes, last_changes
 from kvkeep.chat.messages import Chat, Message, TextPart, ToolChoice
 from kvkeep.errors import InvalidArgument
 
@@ -66,7 +66,6 @@ def test_a_reference_is_the_tools_definition() -> None:
     chat = chat_of(referred("tool_addition", "time"), tools=[WEATHER, deferred])
     assert chat.messages[-1].text == f"{ADDED}\n{TIME_LINE}\n"
     assert callable_names(chat) == ["weather", "time"]
-    assert chat_of(referred("tool_addition", "gone")).messages[-1].text == f"{ADDED}\ngone\n"
 
 
 def test_a_removed_tool_stays_described_and_cannot_be_called() -> None:
@@ -87,10 +86,42 @@ def test_a_removed_tool_stays_described_and_cannot_be_called() -> None:
 
 
 def test_a_tool_that_is_defined_again_has_its_newest_definition() -> None:
-    chat = chat_of(added({**WEATHER, "description": "New."}))
-    assert [(tool.name, tool.description, tool.deferred) for tool in chat.tools] == [
-        ("weather", "New.", False)
+    """The prompt describes the request's definition first, as before, and the newest in place."""
+    new = {**WEATHER, "description": "New."}
+    chat = chat_of(added(new))
+    assert [(tool.description, tool.deferred) for tool in chat.tools] == [
+        ("The weather.", False),
+        ("New.", True),
     ]
+    assert [(tool.name, tool.description) for tool in chat.callable_tools] == [("weather", "New.")]
+    assert chat.messages[-1].text.count("New.") == 1
+    removal, reference = (referred(f"tool_{kind}", "weather") for kind in ("removal", "addition"))
+    again = chat_of(removal, reference)
+    later = {"role": "system", "content": [added(new)]}
+    entries = [QUESTION, {"role": "system", "content": [removal, reference]}, QUESTION, later]
+    assert parse_chat({"messages": entries, "tools": [WEATHER]}).messages[:2] == again.messages
+
+
+def test_an_added_tool_that_the_client_lists_from_then_on_changes_no_beginning() -> None:
+    before, listed = chat_of(added(TIME)), chat_of(added(TIME), tools=[WEATHER, TIME])
+    assert listed == before
+    removed = referred("tool_removal", "time")
+    back = chat_of(removed, added(TIME), tools=[WEATHER, TIME])
+    assert [tool.deferred for tool in back.tools] == [False, False]  # it was there before
+
+
+@pytest.mark.parametrize("kind", ["tool_addition", "tool_removal"])
+def test_references_to_what_is_no_tool_are_left_out(kind: str) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    for name in ("gone", "web_search"):
+        chat = chat_of(referred(kind, name), tools=[WEATHER, search])
+        assert chat == parse_chat({"messages": [QUESTION], "tools": [WEATHER]})
+        answer = {"role": "assistant", "content": [referred(kind, name), {"text": "Ho"}]}
+        assert len(parse_chat({"messages": [QUESTION, answer]}).messages) == 2
+        changes = [{"role": "system", "content": [referred(kind, name), added(TIME)]}]
+        assert list(ignored_changes(changes, ["weather"])) == [f"{kind}.{name}"]
+    later = [{"role": "system", "content": [added(TIME), referred(kind, "time")]}]
+    assert not list(ignored_changes(later, []))
 
 
 def test_tools_that_the_hosted_api_runs_are_left_out() -> None:

@@ -52,7 +52,8 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
     }
     blocks = [{"type": "of_next_year"}, {"type": "text", "text": "Hi"}]
     added = {"type": "tool_definition", "definition": {**search, "type": "web_fetch_20250910"}}
-    changes = [{"type": "tool_addition", "tool": added}]
+    unknown = {"type": "tool_reference", "name": "gone"}
+    changes = [{"type": "tool_addition", "tool": tool} for tool in (added, unknown)]
     body["messages"] = [
         {"role": "user", "content": blocks},
         {"role": "system", "content": changes, "output_config": {"effort": "low"}},
@@ -64,6 +65,7 @@ def test_what_is_ignored_is_named(server: RunningServer, streamed: bool) -> None
     assert "context_management" not in ignored
     assert "web_search_20250305" in ignored
     assert "web_fetch_20250910" in ignored
+    assert "tool_addition.gone" in ignored
     assert "messages.content.of_next_year" in ignored
     assert "messages.output_config" in ignored
     assert "metadata" not in ignored

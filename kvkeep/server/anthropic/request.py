@@ -8,8 +8,8 @@ from pydantic import Field
 
 from kvkeep.chat.anthropic_blocks import unknown_types
 from kvkeep.chat.anthropic_messages import parse_chat
-from kvkeep.chat.anthropic_tool_changes import hosted_changes
-from kvkeep.chat.anthropic_tools import hosted_tools
+from kvkeep.chat.anthropic_tool_changes import ignored_changes
+from kvkeep.chat.anthropic_tools import client_tool_names, hosted_tools
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.renderer import RenderOptions
 from kvkeep.server.alignment import OwnFields
@@ -138,10 +138,11 @@ class CountTokensRequest(RequestBody):
     def ignored_values(self) -> list[str]:
         """The types of tools that only the hosted API can run, and of unknown blocks and thinking.
 
-        It looks at each block of the conversation. A message's own effort is ignored, too.
+        References to tools that are none count, too. It looks at each block of the conversation. A
+        message's own effort is ignored, too.
         """
         names = [str(tool["type"]) for tool in hosted_tools(self.tools)]
-        names += hosted_changes(self.messages)
+        names += ignored_changes(self.messages, client_tool_names(self.tools))
         contents = (message.get("content") for message in self.messages)
         types = chain.from_iterable(map(unknown_types, (self.system, *contents)))
         names += (f"messages.content.{name}" for name in dict.fromkeys(types))
