@@ -212,25 +212,13 @@ class _Probe:
         for name, message in forms:
             if self.renders([_USER, message, result], _TEXT, _VALUE, _RESULT, tools=True):
                 return {"text_with_calls": name}
+        if opening := self._call_opening(call_message, result):
+            return {"text_with_calls": "inserted", "call_opening": opening}
         text = {**_ANSWER, "content": _TEXT}
         call = {**call_message, "reasoning_content": _REASONING}
         before = [_USER, text, call, result, _ANSWER]
         is_before = self.renders(before, _TEXT, _VALUE, _RESULT, tools=True)
-        if is_before and self._opens_both_turns(before):
-            return {"text_with_calls": "before"}
-        if opening := self._call_opening(call_message, result):
-            return {"text_with_calls": "inserted", "call_opening": opening}
         return {"text_with_calls": "before" if is_before else "dropped"}
-
-    def _opens_both_turns(self, before: _Messages) -> bool:
-        """Whether the turn of a call opens behind that of a text as it does without one."""
-        user, _, *others = before
-        question = self._sealed([user])
-        to_text, _, rest = self._sealed(before).partition(_TEXT)
-        to_call = self._sealed([user, *others]).partition(_VALUE)[0]
-        start = self._common_length(question, to_call)
-        opened = to_text[self._common_length(question, to_text) :]
-        return bool(opened.strip()) and rest.partition(_VALUE)[0].endswith(to_call[start:])
 
     def _call_opening(self, call_message: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         """Return what is written before a call's name, behind its turn's opening, sealed.
