@@ -25,7 +25,15 @@ from kvkeep.chat.tool_schemas import function_fields
 _BETWEEN_TEXTS = "\n\n"
 TOOLS_UNKNOWN = "tools: described in the system text, as the chat template knows none"
 TOOLS_REFUSED = "tools: described in the system text, as the chat template fails on their schemas"
+_USER_FIRST = "an empty user message precedes the assistant's"
 TEXT_LEFT_OUT = "messages: the chat template leaves out the text beside calls"
+
+
+def _required(change: str) -> str:
+    return f"messages: {change}, as the chat template requires"
+
+
+USER_FIRST = _required(_USER_FIRST)
 
 
 def rewrite_messages(
@@ -62,12 +70,12 @@ def rewrite_messages(
         (not traits.system_midway, _without_later_system, "a later system message is a user's"),
         (not traits.system, _without_system, "the system text is part of the first user message"),
         (not traits.system_alone, _user_after_system, "an empty user message is at the end"),
-        (not traits.assistant_first, _user_first, "an empty user message precedes the assistant's"),
+        (not traits.assistant_first, _user_first, _USER_FIRST),
         (not traits.user_after_result, _text_in_result, "text after a result is part of it"),
     ):
         if applies and (rewritten := rewrite(list(normalized(result)))) is not None:
             result = rewritten
-            warnings.append(f"messages: {warning}, as the chat template requires")
+            warnings.append(_required(warning))
     return normalized(result), warnings
 
 

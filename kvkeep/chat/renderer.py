@@ -12,6 +12,7 @@ from kvkeep.chat.message_rewriting import (
     TEXT_LEFT_OUT,
     TOOLS_REFUSED,
     TOOLS_UNKNOWN,
+    USER_FIRST,
     rewrite_messages,
 )
 from kvkeep.chat.messages import (
@@ -146,9 +147,10 @@ class ChatRenderer:
         try:
             return self._render_with(self._entries, chat, options)
         except InvalidArgument:
-            if chat.tools and self.traits.full_schemas:  # of few kinds of types
-                entries = replace(self._entries, traits=replace(self.traits, tools=False))
-                with suppress(InvalidArgument):
+            entries = replace(self._entries, traits=replace(self.traits, tools=False))
+            has_tools = self.traits.tools and any(not tool.deferred for tool in chat.tools)
+            with suppress(InvalidArgument):
+                if has_tools and self._render_with(self._entries, replace(chat, tools=()), options):
                     prompt = self._render_with(entries, chat, options)
                     others = [text for text in prompt.warnings if text != TOOLS_UNKNOWN]
                     return replace(prompt, warnings=(TOOLS_REFUSED, *others))
@@ -173,7 +175,8 @@ class ChatRenderer:
         if continued is None:
             continued = last.role == "assistant" and not last.calls
         if continued:
-            text, in_reasoning = self._render_unfinished(rendering, entries, last)
+            text, in_reasoning, changed = self._render_unfinished(rendering, entries, last)
+            warnings += changed
         else:
             text = rendering.render(entries, options.generation_prompt)
             in_reasoning = open_reasoning(self.output_format, text) is not None
@@ -235,22 +238,22 @@ class ChatRenderer:
 
     def _render_unfinished(
         self, rendering: "_Rendering", entries: list[dict[str, Any]], last: Message
-    ) -> tuple[ChatText, bool]:
+    ) -> tuple[ChatText, bool, list[str]]:
         """Render a conversation that ends inside the assistant's last message.
 
-        Returns whether it ends in reasoning too.
+        Returns whether it ends in reasoning, and what was changed, in words, too.
         """
         if last.role != "assistant" or last.calls:
             raise InvalidArgument("to continue the last message, it must be the assistant's text")
         as_written = self._render_before_mark(rendering, entries, last)
         if as_written is not None:
-            return as_written, open_reasoning(self.output_format, as_written) is not None
-        if len(entries) == 1:
-            raise InvalidArgument("the model's chat template cannot continue this first message")
-        prompt = rendering.render(entries[:-1])
+            return as_written, open_reasoning(self.output_format, as_written) is not None, []
+        is_first = len(entries) == 1  # templates need a message before the answer's opening
+        before = [self._entries.with_content(Message("user"), "")] if is_first else entries[:-1]
+        warnings, prompt = [USER_FIRST] if is_first else [], rendering.render(before)
         if not last.text and not last.reasoning:
-            return prompt, open_reasoning(self.output_format, prompt) is not None
-        return write_prefill(self._codec, self.output_format, prompt, last)
+            return prompt, open_reasoning(self.output_format, prompt) is not None, warnings
+        return *write_prefill(self._codec, self.output_format, prompt, last), warnings
 
     def _render_before_mark(
         self, rendering: "_Rendering", entries: list[dict[str, Any]], last: Message

@@ -337,6 +337,16 @@ def test_results_without_a_call_and_empty_messages_are_rendered(render: Render) 
     )
 
 
+@pytest.mark.parametrize("template", ["qwen2.5", "command-a-reasoning"])
+def test_an_empty_first_answer_follows_an_empty_question(render: Render, template: str) -> None:
+    prompt = render(template, assistant())
+    assert prompt.text == render(template, user(""), continue_final=False).text
+    assert prompt.continues
+    assert prompt.warnings == (
+        "messages: an empty user message precedes the assistant's, as the chat template requires",
+    )
+
+
 def test_reasoning_options_reach_the_template(render: Render) -> None:
     assert "Reasoning: high" in render("gpt-oss", user("a"), reasoning_effort="high").text
     kwargs = {"reasoning_effort": "low"}

@@ -17,6 +17,7 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from tests.chat.templates import (
     COMMAND_A,
@@ -31,6 +32,7 @@ from tests.chat.templates import (
     OLMO3,
     OWN_CONTROLS,
     PHI4_MINI,
+    QWEN25,
     write_codec,
 )
 
@@ -95,6 +97,17 @@ def test_a_text_that_a_template_drops_beside_calls_is_inserted(
     prompt = rendered(renderer, user("Weather?"), assistant("I look.", *calls), RESULT)
     assert '[/INST]I look.[TOOL_CALLS][{"name": "weather", ' in prompt.text
     assert prompt.text.count("I look.") == 1
+    assert not prompt.warnings
+
+
+def test_a_text_and_a_call_are_in_one_turn_where_the_template_would_open_two(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    """The model writes both into one turn."""
+    renderer = renderer_of(COMMAND_A_REASONING, *OWN_CONTROLS["command-a"])
+    prompt = rendered(renderer, user("Weather?"), assistant("I look.", CALL), RESULT)
+    assert '<|start|>assistant\nI look.<|START_ACTION|>[{"tool_name": "weather"' in prompt.text
+    assert prompt.text.count("<|start|>assistant") == 2
     assert not prompt.warnings
 
 
@@ -201,6 +214,26 @@ def test_tools_that_such_a_template_cannot_render_are_described(
     )
     assert '{"name": "weather", "description": "", "parameters": ' in prompt.text
     assert 'Action:\n```json\n[{"tool_name": "weather", ' in prompt.text
+
+
+def test_tools_are_described_wherever_a_template_fails_on_their_schemas(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    """Such as Hermes 3's, whose macro never ends for a list of types."""
+    macro = "{%- macro of(spec) %}{% if spec.type is not string %}{{ of(spec) }}{% endif %}"
+    calls = "{%- for t in tools or [] %}{% for p in t.function.parameters.properties.values() %}"
+    calls += "{{- of(p) }}{% endfor %}{% endfor %}"
+    renderer = renderer_of(f"{macro}{{%- endmacro %}}{calls}{QWEN25}")
+    assert not renderer.traits.full_schemas
+    properties = {"city": {"type": ["string", "null"]}}
+    tool = Tool("weather", "", {"type": "object", "properties": properties})
+    prompt = renderer.render(Chat((user("Weather?"), assistant("I look.", CALL), RESULT), (tool,)))
+    assert prompt.warnings == (
+        "tools: described in the system text, as the chat template fails on their schemas",
+    )
+    assert '"type": ["string", "null"]' in prompt.text
+    with pytest.raises(InvalidArgument, match="to continue the last message"):
+        renderer.render(Chat((user("Hi"),), (tool,)), RenderOptions(continue_final=True))
 
 
 def test_calls_in_the_text_are_a_json_list_behind_granites_marker(
