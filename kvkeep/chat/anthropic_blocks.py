@@ -16,7 +16,6 @@ from kvkeep.chat.anthropic_tool_changes import (
     changes_text,
     is_summary,
     parse_changes,
-    tool_line,
 )
 from kvkeep.chat.fields import optional_mapping, optional_text, require_remote_url
 from kvkeep.chat.messages import (
@@ -32,6 +31,7 @@ from kvkeep.chat.messages import (
     normalized,
 )
 from kvkeep.chat.openai_content import parse_argument_value
+from kvkeep.chat.tool_schemas import tool_line
 from kvkeep.errors import InvalidArgument
 
 # Fields that only the hosted API can read.

@@ -5,7 +5,6 @@ stay described before all messages, and a change is described in its place, so t
 changes before it.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from kvkeep.chat.anthropic_tools import client_tool_names, is_hosted, parse_defi
 from kvkeep.chat.fields import expect_mapping, optional_mapping, optional_text
 from kvkeep.chat.late_tools import HEADING
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.tool_schemas import function_fields
+from kvkeep.chat.tool_schemas import tool_line
 
 _ADDITION, _REMOVAL = "tool_addition", "tool_removal"
 CHANGE_TYPES = (_ADDITION, _REMOVAL)
@@ -146,11 +145,6 @@ def changes_text(changes: Iterable[ToolChange], tools: Mapping[str, Tool]) -> st
             was_added = change.is_added
         lines.append(tool_line(tool) if change.is_added else change.name)
     return "\n".join([*lines, ""]) if lines else ""
-
-
-def tool_line(tool: Tool) -> str:
-    """Return a tool's definition as a line of JSON."""
-    return json.dumps(function_fields(tool), ensure_ascii=False)
 
 
 def last_changes(messages: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ that starts slowly, would change the prompt from there on. So the tools that a c
 with stay in their place, and later ones are described in its messages.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool, normalized
-from kvkeep.chat.tool_schemas import function_fields
+from kvkeep.chat.tool_schemas import tool_line
 
 HEADING = "From here on these functions can be called, too:"
 
@@ -115,5 +114,4 @@ def _placed(chat: Chat, history: _ToolHistory) -> Chat:
 
 
 def _description(tools: Sequence[Tool]) -> str:
-    lines = (json.dumps(function_fields(tool), ensure_ascii=False) for tool in tools)
-    return "\n".join([HEADING, *lines])
+    return "\n".join([HEADING, *map(tool_line, tools)])

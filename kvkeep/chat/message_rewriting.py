@@ -20,7 +20,7 @@ from kvkeep.chat.messages import (
 )
 from kvkeep.chat.output import arguments_text
 from kvkeep.chat.template_traits import TemplateTraits
-from kvkeep.chat.tool_schemas import function_fields
+from kvkeep.chat.tool_schemas import tool_line
 
 _BETWEEN_TEXTS = "\n\n"
 TOOLS_UNKNOWN = "tools: described in the system text, as the chat template knows none"
@@ -101,7 +101,7 @@ def _named_error(result: ToolResult) -> ToolResult:
 
 def tool_description(tools: Sequence[Tool]) -> str:
     """Describe tools, and how to call them, for a system message."""
-    functions = "\n".join(json.dumps(function_fields(tool), ensure_ascii=False) for tool in tools)
+    functions = "\n".join(map(tool_line, tools))
     call = '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
     return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
 

@@ -28,6 +28,11 @@ def function_fields(tool: Tool) -> dict[str, object]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
+def tool_line(tool: Tool) -> str:
+    """Return a tool's definition as a line of JSON."""
+    return json.dumps(function_fields(tool), ensure_ascii=False)
+
+
 def tool_function(tool: Tool, in_full: bool) -> dict[str, Any]:
     """Return a tool as chat templates take it. in_full: see `_in_full`."""
     fields = function_fields(tool)

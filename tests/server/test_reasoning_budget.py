@@ -11,9 +11,9 @@ import pytest
 import torch
 from server.conftest import RunningServer, serving
 
-from kvkeep.chat.message_rewriting import function_fields
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.chat.tool_schemas import function_fields
 from kvkeep.engine import Engine, Generation, GenerationRequest
 from kvkeep.model import Model
 from kvkeep.server.grammar import Grammar
