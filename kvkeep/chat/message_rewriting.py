@@ -4,7 +4,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise, takewhile
 
+from kvkeep.chat.late_tools import HEADING
 from kvkeep.chat.messages import (
     Message,
     Part,
@@ -25,6 +27,9 @@ from kvkeep.chat.tool_schemas import tool_line
 _BETWEEN_TEXTS = "\n\n"
 TOOLS_UNKNOWN = "tools: described in the system text, as the chat template knows none"
 TOOLS_REFUSED = "tools: described in the system text, as the chat template fails on their schemas"
+_CALL_FORM = (
+    'To call one, answer:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+)
 _USER_FIRST = "an empty user message precedes the assistant's"
 TEXT_LEFT_OUT = "messages: the chat template leaves out the text beside calls"
 
@@ -102,8 +107,29 @@ def _named_error(result: ToolResult) -> ToolResult:
 def tool_description(tools: Sequence[Tool]) -> str:
     """Describe tools, and how to call them, for a system message."""
     functions = "\n".join(map(tool_line, tools))
-    call = '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
-    return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{call}"
+    return f"You may call these functions:\n{functions}\n\n{_CALL_FORM}"
+
+
+def with_call_form(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Message, ...]:
+    """Return messages with the form of calls behind the first description of added tools.
+
+    tools: those that are described in messages. A template without others writes no form.
+    """
+    descriptions = set(map(tool_line, tools))
+    for number, message in enumerate(messages):
+        for index, part in enumerate(message.parts):
+            if not isinstance(part, TextPart) or HEADING not in part.text:
+                continue
+            lines = part.text.split("\n")
+            for start, pair in enumerate(pairwise(lines), 1):
+                if pair[0] == HEADING and pair[1] in descriptions:
+                    described = takewhile(descriptions.__contains__, lines[start:])
+                    end = start + len(list(described))
+                    text = "\n".join([*lines[:end], _CALL_FORM, *lines[end:]])
+                    parts = (*message.parts[:index], TextPart(text), *message.parts[index + 1 :])
+                    changed = replace(message, parts=parts)
+                    return (*messages[:number], changed, *messages[number + 1 :])
+    return tuple(messages)
 
 
 def _with_description(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:

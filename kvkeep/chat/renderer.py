@@ -14,6 +14,7 @@ from kvkeep.chat.message_rewriting import (
     TOOLS_UNKNOWN,
     USER_FIRST,
     rewrite_messages,
+    with_call_form,
 )
 from kvkeep.chat.messages import (
     Chat,
@@ -163,7 +164,10 @@ class ChatRenderer:
         listed = tuple(tool for tool in chat.tools if not tool.deferred)
         calls_in_text = conversion.text_form is not None
         traits = conversion.traits.with_calls_in_text() if calls_in_text else conversion.traits
-        messages, warnings = rewrite_messages(chat.messages, listed, traits)
+        sent = chat.messages
+        if chat.tools and not listed and not self.output_format.channels:  # with an own form
+            sent = with_call_form(sent, chat.tools)
+        messages, warnings = rewrite_messages(sent, listed, traits)
         entries = conversion.with_tools(conversion.of(messages), listed)
         functions = [tool_function(tool, traits.full_schemas) for tool in listed]
         no_tools: list[dict[str, Any]] | None = [] if traits.empty_tools else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvkeep.chat.late_tools import HEADING
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -17,6 +18,7 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
+from kvkeep.chat.tool_schemas import tool_line
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from tests.chat.templates import (
@@ -234,6 +236,28 @@ def test_tools_are_described_wherever_a_template_fails_on_their_schemas(
     assert '"type": ["string", "null"]' in prompt.text
     with pytest.raises(InvalidArgument, match="to continue the last message"):
         renderer.render(Chat((user("Hi"),), (tool,)), RenderOptions(continue_final=True))
+
+
+def test_added_tools_of_a_conversation_without_others_have_a_form_of_calls(
+    renderer_of: Callable[..., ChatRenderer],
+) -> None:
+    """The template describes no tools, and so says nowhere how to call them."""
+    added = [replace(WEATHER, name=name, deferred=True) for name in ("weather", "time", "place")]
+    lines = [tool_line(tool) for tool in added]
+    said = [f"Note:\n{HEADING}\n{lines[0]}\n{lines[1]}\n", f"{HEADING}\n{lines[2]}\n"]
+    messages = (user(f"{HEADING}\nHi"), assistant("Ho"), user(said[0]), assistant(), user(said[1]))
+    form = (
+        'To call one, answer:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+    )
+    renderer = renderer_of(QWEN25)
+    text = renderer.render(Chat(messages, tuple(added))).text
+    assert f"{said[0]}{form}\n<|stop|>" in text
+    assert text.count(form) == 1
+    listed = renderer.render(Chat(messages, (*added, replace(WEATHER, name="other")))).text
+    assert form not in listed
+    assert form not in renderer.render(Chat(messages)).text
+    renderer.choose_output_format("harmony")  # a call in the text is none there
+    assert form not in renderer.render(Chat(messages, tuple(added))).text
 
 
 def test_calls_in_the_text_are_a_json_list_behind_granites_marker(
