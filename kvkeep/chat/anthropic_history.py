@@ -13,16 +13,16 @@ from kvkeep.chat.fields import optional_mapping
 
 
 class HistoryEntry(NamedTuple):
-    """A message of the prompt. index, start: of it and its first block in the request."""
+    """A message of the prompt. number, start: of it and its first block in the request."""
 
-    index: int
+    number: int
     message: Any
     start: int = 0
 
 
 def entries_in_force(messages: Sequence[Any]) -> list[HistoryEntry]:
     """Return the messages that the prompt has. Raises InvalidArgument for malformed changes."""
-    entries = [HistoryEntry(index, message) for index, message in enumerate(messages)]
+    entries = [HistoryEntry(number, message) for number, message in enumerate(messages)]
     return list(_with_answers_split(_without_cleared(_from_summary_on(entries))))
 
 
@@ -38,20 +38,20 @@ def _from_summary_on(entries: list[HistoryEntry]) -> list[HistoryEntry]:
         content = _blocks(entry.message)
         start = max((n for n, block in enumerate(content) if is_summary(block)), default=None)
         if start is not None:
-            summarized = [each.message for each in entries[: entry.index]]
+            summarized = [each.message for each in entries[: entry.number]]
             summarized.append({**entry.message, "content": content[: start + 1]})
             block = {**content[start], "tool_changes": last_changes(summarized)}
             message = {**entry.message, "content": [block, *content[start + 1 :]]}
-            return [HistoryEntry(entry.index, message, start), *entries[entry.index + 1 :]]
+            return [HistoryEntry(entry.number, message, start), *entries[entry.number + 1 :]]
     return entries
 
 
 def _without_cleared(entries: list[HistoryEntry]) -> Iterator[HistoryEntry]:
     """Yield the entries without the texts that are for a user's turn before the last one alone."""
-    of_users = [entry.index for entry in entries if message_role(entry.message) == "user"]
+    of_users = [entry.number for entry in entries if message_role(entry.message) == "user"]
     last_of_user = max(of_users, default=0)
     for entry in entries:
-        if entry.index < last_of_user and _clears_itself(entry.message):
+        if entry.number < last_of_user and _clears_itself(entry.message):
             changes = only_changes(entry.message.get("content"))
             if changes:
                 yield entry._replace(message={**entry.message, "content": changes})
@@ -67,10 +67,10 @@ def _with_answers_split(entries: Iterator[HistoryEntry]) -> Iterator[HistoryEntr
         if moved and message_role(message) == "user" and isinstance(content, (str, list)):
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
             start = -len(moved)
-            entry = HistoryEntry(entry.index, {**message, "content": [*moved, *blocks]}, start)
+            entry = HistoryEntry(entry.number, {**message, "content": [*moved, *blocks]}, start)
         elif moved:
             yield HistoryEntry(last, {"role": "user", "content": moved})
-        moved, last = [], entry.index
+        moved, last = [], entry.number
         if message_role(message) == "assistant" and (moved := only_changes(content)):
             rest = [block for block in _blocks(message) if not _is_change(block)]
             if not rest:

@@ -56,7 +56,7 @@ def parse_chat(body: Mapping[str, Any]) -> Chat:
         raise InvalidArgument(f"messages must be a list of messages; found {entries!r:.100}")
     for entry in entries_in_force(entries):
         content = optional_mapping(entry.message).get("content")
-        known |= defined_tools(content, f"messages[{entry.index}].content")
+        known |= defined_tools(content, f"messages[{entry.number}].content")
         messages += _parse_message(entry, known)
     available = tuple(tool for tool in tools if tool.name not in removed)
     choice = parse_choice(body.get("tool_choice"), body.get("tools"), available)
@@ -99,7 +99,7 @@ def format_output(output: Output) -> list[dict[str, Any]]:
 
 def _parse_message(entry: HistoryEntry, tools: Mapping[str, Tool]) -> list[Message]:
     """Return an entry as messages: one for each run of parts of one role."""
-    where = f"messages[{entry.index}]"
+    where = f"messages[{entry.number}]"
     role = optional_mapping(entry.message).get("role")
     if role not in _ROLES:
         raise InvalidArgument(f"{where}: role must be user or assistant; found {role!r:.100}")
