@@ -39,12 +39,14 @@ class CallForm:
     """A form of calls.
 
     opener: the marker that begins a block of calls. markers: the others. read: reads a block behind
-    its opener; what it has read when it raises NotACall is text.
+    its opener; what it has read when it raises NotACall is text. begins_line: whether the opener
+    must begin a line, and in no block of code.
     """
 
     opener: str
     markers: tuple[str, ...]
     read: Callable[[AnswerReading], Steps[None]]
+    begins_line: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _read_tagged(
 def _read_bare_function_tag(reading: AnswerReading) -> Steps[None]:
     """Read `<function=name>` that no `<tool_call>` stands before."""
     calls_before = reading.call_count
-    yield from read_function_tag(reading, TAG_END)
+    yield from read_function_tag(reading, TAG_END, in_block=False)
     yield from close_block(reading, calls_before, TAG_END)
 
 
@@ -296,6 +298,7 @@ MINIMAX = CallForm(_MINIMAX[0], _MINIMAX[1:], partial(_read_invokes, end=_MINIMA
 _APERTUS = "<|tools_prefix|>", "<|tools_suffix|>"
 APERTUS = CallForm(_APERTUS[0], _APERTUS[1:], partial(_read_keyed, end=_APERTUS[1]))
 FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag)
+FUNCTION_TAG_LINE = CallForm(FUNCTION, (), _read_bare_function_tag, begins_line=True)
 _PYTHON_TAG_END = "<|eom_id|>"
 PYTHON_TAG = CallForm(
     "<|python_tag|>", (_PYTHON_TAG_END,), partial(_read_python_tag, end=_PYTHON_TAG_END)

@@ -85,7 +85,7 @@ _FORMATS = (
     OutputFormat("glm"),
     OutputFormat(
         "llama3",
-        calls=(forms.PYTHON_TAG, forms.TAGGED, forms.FUNCTION_TAG),
+        calls=(forms.PYTHON_TAG, forms.TAGGED, forms.FUNCTION_TAG_LINE),
         bare_json=True,
         bare_calls=(bare.JSON_LINES, bare.PYTHON_LIST),
     ),

@@ -189,8 +189,10 @@ class OutputReader:
                 self._open_wrappers.remove(block)
                 return at_start
         form = next(form for form in self._format.calls if form.opener == marker)
-        calls_before = self._reading.call_count
+        calls_before, line = self._reading.call_count, self._reading.line
         try:
+            if form.begins_line and not (line.is_blank and not line.in_code):
+                raise NotACall
             yield from form.read(self._reading)
         except NotACall:
             yield from self._reading.written_text()

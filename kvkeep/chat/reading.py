@@ -19,8 +19,11 @@ from kvkeep.chat.output import (
 )
 from kvkeep.chat.scanner import SPACE, Scanner
 
-_BACKTICKS = re.compile("`+|[^`]+")
-_FENCE = 3  # backticks
+# An opening fence; behind its backticks are no others. A closing one has nothing behind it.
+_FENCE = re.compile(r" {0,3}(?:(`{3,})(?![^`]*`)|(~{3,}))")
+_FENCE_END = re.compile(r" {0,3}(`{3,}|~{3,})[ \t\r]*\Z")
+_MAX_FENCE_LINE = 1000  # characters, the others are ignored
+_CODE_INDENT = 4  # columns
 _MODULES = re.compile(r"^(?:(?:default_api|functions|tools)\.)+")
 T = TypeVar("T")
 Steps = Generator[OutputEvent | None, None, T]
@@ -193,26 +196,39 @@ class AnswerReading:
 
 
 class TextLine:
-    """The last line of a text. is_blank: whether it has only white space so far.
-
-    in_code: whether a block of code is open, between fences.
-    """
+    """The last line of a text in Markdown. is_blank: whether it has only white space so far."""
 
     def __init__(self) -> None:
-        self.is_blank, self.in_code = True, False
-        self._backticks = 0  # at the end of the text
+        self.is_blank = True
+        self._line = ""  # its beginning
+        self._fence = ""  # that opened the block of code
+
+    @property
+    def in_code(self) -> bool:
+        """Whether the line is in a block of code, by the fences before it or by its indentation."""
+        indent = self._line[: len(self._line) - len(self._line.lstrip(" \t"))]
+        return bool(self._fence) or len(indent.expandtabs(_CODE_INDENT)) >= _CODE_INDENT
 
     def add(self, text: str) -> str:
         """Append a text, and return it."""
-        _, newline, line = text.rpartition("\n")
-        self.is_blank = (bool(newline) or self.is_blank) and not line.strip(SPACE)
-        for run in _BACKTICKS.findall(text) if "`" in text or self._backticks else ():
-            if run[0] != "`":
-                self._backticks = 0
-                continue
-            before, self._backticks = self._backticks, self._backticks + len(run)
-            self.in_code ^= before < _FENCE <= self._backticks
+        line, *lines = text.split("\n")
+        self._append(line)
+        for line in lines:
+            self._end_line()
+            self._append(line)
         return text
+
+    def _append(self, text: str) -> None:
+        self.is_blank = self.is_blank and not text.strip(SPACE)
+        self._line += text[: _MAX_FENCE_LINE - len(self._line)]
+
+    def _end_line(self) -> None:
+        if not self._fence:
+            opening = _FENCE.match(self._line)
+            self._fence = (opening[1] or opening[2]) if opening else ""
+        elif (end := _FENCE_END.match(self._line)) and end[1].startswith(self._fence):
+            self._fence = ""
+        self.is_blank, self._line = True, ""
 
 
 def tool_name(written: str, names: Collection[str]) -> str | None:

@@ -71,14 +71,14 @@ _MAX_DEPTH = 20  # of references and alternatives in a schema
 
 
 def read_function_tag(
-    reading: AnswerReading, end: str, tags: FunctionTags = FUNCTION_TAGS
+    reading: AnswerReading, end: str, tags: FunctionTags = FUNCTION_TAGS, in_block: bool = True
 ) -> Steps[None]:
     """Read `name>`, `<parameter=key>value</parameter>` for each argument, and `</function>`.
 
-    The arguments may be JSON instead. end: the marker behind the function.
+    The arguments may be JSON instead. end: the marker behind the function. in_block: whether a
+    marker of a block of calls was before it. A name that something else follows begins no call.
     """
-    name = (yield from reading.take_match(tags.label)).strip(SPACE)
-    yield from reading.expect(tags.close)
+    name = yield from begin_function_tag(reading, tags, end if in_block else None)
     tool = reading.require_tool(name)
     if (yield from reading.skip_space()) == "{":
         yield reading.start_call(name)
@@ -90,8 +90,10 @@ def read_function_tag(
     yield reading.start_call(name)
     opening, is_whole = "{", False
     while (yield from reading.skip_space()):
-        if (yield from reading.take(tags.parameter, tags.function_end)) != tags.parameter:
-            is_whole = True
+        marker = yield from reading.take(tags.parameter, tags.function_end)
+        if marker != tags.parameter:
+            is_cut_off = tags.parameter.startswith(reading.scanner.rest)
+            is_whole = marker is not None or not is_cut_off
             break
         key = (yield from reading.take_match(tags.label)).strip(SPACE)
         yield from reading.take(tags.close)
@@ -101,6 +103,28 @@ def read_function_tag(
         types = value_types(tool, key)
         yield from _read_value(reading, types, tags.parameter_end, followers, tags.newline)
     yield from _end_object(reading, opening, is_whole)
+
+
+def begin_function_tag(
+    reading: AnswerReading, tags: FunctionTags = FUNCTION_TAGS, block_end: str | None = None
+) -> Steps[str]:
+    """Read `name>` and the space behind it. Returns the name.
+
+    Raises NotACall unless it names a tool, and JSON, a parameter or the end of the function comes
+    next. In a block of calls its end may come too, or that of the answer. block_end: None outside.
+    """
+    name = (yield from reading.take_match(tags.label)).strip(SPACE)
+    yield from reading.expect(tags.close)
+    reading.require_tool(name)
+    yield from reading.skip_space()
+    followers = ["{", tags.parameter, tags.function_end]
+    if block_end is not None:
+        followers.append(block_end)
+    if not (yield from reading.comes_next(*followers)):
+        is_cut_off = any(text.startswith(reading.scanner.rest) for text in followers)
+        if block_end is None or not is_cut_off:
+            raise NotACall
+    return name
 
 
 def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:

@@ -17,6 +17,10 @@ LLAMA = {
     f"{{}}\n{ROME}": ["{}", WEATHER],
     f"`x`\n{ROME}": ["`x`", WEATHER],
     f"```\nx\n```\n{ROME}": ["```\nx\n```", WEATHER],
+    f"Use ``` for code.\n{ROME}": ["Use ``` for code.", WEATHER],
+    f"```x```\n{ROME}": ["```x```", WEATHER],
+    f"~~~\n```\n~~~\n{ROME}": ["~~~\n```\n~~~", WEATHER],
+    f"````\n```\n`````  \n{ROME}": ["````\n```\n`````", WEATHER],
     'Sure.\n{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}': [
         "Sure.",
         WEATHER,
@@ -32,6 +36,14 @@ LLAMA_TEXTS = (
     f"It is {ROME}",
     f"```json\n{ROME}\n```",
     f"As:\n```\n{ROME}\n```\n",
+    f"As:\n~~~\n{ROME}\n~~~\n",
+    f"As:\n~~~ `a`\n{ROME}\n~~~\n",
+    f"As:\n\n    {ROME}\n",
+    f"As:\n\n \t{ROME}\n",
+    f"As:\n````\n```\n{ROME}\n````\n",
+    f"As:\n```\n```json\n{ROME}\n```\n",
+    f"As:\n```\n    ```\n{ROME}\n```\n",
+    f"Use ``` as:\n   ```\n{ROME}\n```\n",
     ROME.replace("weather", "other"),
     "As:\n" + ROME.replace("weather", "other"),
     'As:\n{"name": "weather"}',
@@ -43,6 +55,13 @@ LLAMA_TEXTS = (
     "As:\n{",
     'As:\n{"name": "weath',
     "<function=other>{}</function>",
+    "The tag <function=weather> begins a call.",
+    "The tag\n<function=weather>\nbegins a call.",
+    "<function=weather>",
+    "It is <function=weather>{}</function>",
+    "`<function=weather>{}</function>` is a call.",
+    "As:\n```\n<function=weather>{}</function>\n```\n",
+    "As:\n\n    <function=weather>{}</function>\n",
 )
 ROME_ARGUMENTS = ROME.replace("parameters", "arguments")
 HERMES = {
@@ -151,3 +170,24 @@ def test_text_is_held_back_only_while_a_call_may_come() -> None:
     assert reader.output.text == "A"
     reader.push(['r"'])
     assert reader.output.text == 'A\n{"name": "wear"'
+
+
+CODER = {
+    "The tag <function=weather> begins a call.": ["The tag <function=weather> begins a call."],
+    "The tag is <function=weather>": ["The tag is <function=weather>"],
+    "<tool_call>\n<function=weather>\nis it": ["<tool_call>\n<function=weather>\nis it"],
+    "Sure. <function=weather>\n</function>": ["Sure.", ("weather", "{}", True)],
+    "<tool_call>\n<function=weather>\n</tool_call>": [("weather", "{}", True)],
+    "<tool_call>\n<function=weather>\n": [("weather", "", False)],
+    "<tool_call>\n<function=weather>\n<para": [("weather", "", False), "<para"],
+}
+
+
+@pytest.mark.parametrize("text", CODER)
+def test_the_name_of_a_function_alone_begins_no_call(text: str) -> None:
+    check(text, "qwen3-coder", CODER[text])
+
+
+def test_a_quoted_invocation_of_minimax_is_text() -> None:
+    text = '<minimax:tool_call>\n<invoke name="weather">\nis how it begins.'
+    check(text, "minimax", [text])
