@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from kvkeep.chat import call_beginnings as beginnings
+from kvkeep.chat.call_beginnings import TAG_END, Begin
 from kvkeep.chat.gemma_calls import read_gemma_call
 from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value, stream_object
 from kvkeep.chat.messages import ToolCall
@@ -30,7 +32,7 @@ from kvkeep.chat.tagged_calls import (
 
 _NAME = re.compile(r"[\w.:-]{1,256}")
 _ID = re.compile(r"\w{1,64}")
-_TAG, TAG_END = "<tool_call>", "</tool_call>"
+_TAG = "<tool_call>"
 FENCE = "```"
 
 
@@ -40,12 +42,14 @@ class CallForm:
 
     opener: the marker that begins a block of calls. markers: the others. read: reads a block behind
     its opener; what it has read when it raises NotACall is text. begins_line: whether the opener
-    must begin a line, and in no block of code.
+    must begin a line, and in no block of code. begin: reads the beginning of a call behind an
+    opener in reasoning; None if the opener is no tag.
     """
 
     opener: str
     markers: tuple[str, ...]
     read: Callable[[AnswerReading], Steps[None]]
+    begin: Begin | None = None
     begins_line: bool = False
 
 
@@ -278,47 +282,67 @@ def _read_fenced_json(reading: AnswerReading) -> Steps[None]:
     yield from close_block(reading, calls_before, FENCE)
 
 
-def _json_form(opener: str, *ends: str) -> CallForm:
-    return CallForm(opener, ends, lambda reading: _read_json(reading, *ends))
+def _json_form(opener: str, *ends: str, begin: Begin | None = beginnings.begin_json) -> CallForm:
+    return CallForm(opener, ends, lambda reading: _read_json(reading, *ends), begin)
 
 
-def _python_form(opener: str, *ends: str) -> CallForm:
-    return CallForm(opener, ends, lambda reading: _read_python(reading, *ends))
+def _python_form(
+    opener: str, *ends: str, begin: Begin | None = beginnings.begin_python
+) -> CallForm:
+    return CallForm(opener, ends, lambda reading: _read_python(reading, *ends), begin)
 
 
 def _gemma_form(opener: str, end: str, quote: str) -> CallForm:
-    return CallForm(opener, (end, quote), partial(_read_gemma, quote=quote, end=end))
+    read = partial(_read_gemma, quote=quote, end=end)
+    return CallForm(opener, (end, quote), read, beginnings.begin_gemma)
 
 
-TAGGED = CallForm(_TAG, (TAG_END, *GLM_MARKERS), _read_tagged)
+TAGGED = CallForm(_TAG, (TAG_END, *GLM_MARKERS), _read_tagged, beginnings.begin_tagged)
 _SEED = "<seed:tool_call>", "</seed:tool_call>"
-SEED = CallForm(_SEED[0], _SEED[1:], partial(_read_tagged, end=_SEED[1], tags=SEED_TAGS))
+SEED = CallForm(
+    *(_SEED[0], _SEED[1:], partial(_read_tagged, end=_SEED[1], tags=SEED_TAGS)),
+    begin=partial(beginnings.begin_tagged, end=_SEED[1]),
+)
 _MINIMAX = "<minimax:tool_call>", "</minimax:tool_call>"
-MINIMAX = CallForm(_MINIMAX[0], _MINIMAX[1:], partial(_read_invokes, end=_MINIMAX[1]))
+MINIMAX = CallForm(
+    *(_MINIMAX[0], _MINIMAX[1:], partial(_read_invokes, end=_MINIMAX[1])),
+    begin=partial(beginnings.begin_invoke, end=_MINIMAX[1]),
+)
 _APERTUS = "<|tools_prefix|>", "<|tools_suffix|>"
-APERTUS = CallForm(_APERTUS[0], _APERTUS[1:], partial(_read_keyed, end=_APERTUS[1]))
-FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag)
-FUNCTION_TAG_LINE = CallForm(FUNCTION, (), _read_bare_function_tag, begins_line=True)
+APERTUS = CallForm(
+    *(_APERTUS[0], _APERTUS[1:], partial(_read_keyed, end=_APERTUS[1])),
+    begin=beginnings.begin_keyed,
+)
+FUNCTION_TAG = CallForm(FUNCTION, (), _read_bare_function_tag, beginnings.begin_function)
+FUNCTION_TAG_LINE = replace(FUNCTION_TAG, begins_line=True)
 _PYTHON_TAG_END = "<|eom_id|>"
 PYTHON_TAG = CallForm(
-    "<|python_tag|>", (_PYTHON_TAG_END,), partial(_read_python_tag, end=_PYTHON_TAG_END)
+    *("<|python_tag|>", (_PYTHON_TAG_END,), partial(_read_python_tag, end=_PYTHON_TAG_END)),
+    begin=beginnings.begin_json_or_python,
 )
-MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral)
+MISTRAL = CallForm("[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), _read_mistral, beginnings.begin_mistral)
 GRANITE = _json_form("<|tool_call|>", "<|/tool_call|>", TAG_END)
 GRANITE_TEXT = CallText("<|tool_call|>", "", _write_json, "tool_response")
 PHI4_MINI_TEXT = CallText("<|tool_call|>", "<|/tool_call|>", _write_json, "tool_response")
-COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>")
+COMMAND = _json_form("<|START_ACTION|>", "<|END_ACTION|>", begin=beginnings.begin_command)
 ACTION = CallForm("Action:", (), _read_action)
+_begin_deepseek = partial(beginnings.begin_deepseek, separator=_DEEPSEEK_SEPARATOR)
 DEEPSEEK = CallForm(
-    _DEEPSEEK[0], (_DEEPSEEK[1], *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR), _read_deepseek
+    *(_DEEPSEEK[0], (_DEEPSEEK[1], *_DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR), _read_deepseek),
+    begin=partial(_begin_deepseek, opener=_DEEPSEEK_CALL[0]),
 )
-DEEPSEEK_CALL = CallForm(_DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True))
+DEEPSEEK_CALL = CallForm(
+    _DEEPSEEK_CALL[0], (), partial(_read_deepseek, in_call=True), _begin_deepseek
+)
 _OLMO = "<function_calls>", "</function_calls>"
 OLMO = _python_form(*_OLMO)
 OLMO_TEXT = CallText(*_OLMO, write_python_lines, "environment")
-TOOL_CODE = _python_form("```tool_code", FENCE)
+TOOL_CODE = _python_form("```tool_code", FENCE, begin=None)
 _LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
-LFM2 = CallForm(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1]))
+LFM2 = CallForm(
+    *(_LFM2[0], _LFM2[1:], partial(_read_lfm2, end=_LFM2[1])),
+    begin=beginnings.begin_json_or_python,
+)
 LFM2_TEXT = CallText(*_LFM2, _write_lfm2)
 APRIEL = _json_form("<tool_calls>", "</tool_calls>")
 NEMOTRON2 = _json_form("<TOOLCALL>", "</TOOLCALL>")

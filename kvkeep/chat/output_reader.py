@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from kvkeep.chat.bare_calls import BareForm, bare_form_next, call_comes_next
+from kvkeep.chat.bare_calls import BareForm, bare_form_next
+from kvkeep.chat.call_beginnings import comes_next
 from kvkeep.chat.call_syntax import CallForm
 from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
@@ -59,6 +60,7 @@ class OutputReader:
         self._bare_forms = [form for form in bare_forms if is_free or not form.is_json]
         self._bare_forms_in_text = [form for form in self._bare_forms if form.in_text]
         self._open_wrappers: list[BlockMarkers] = []
+        self.left_reasoning = False  # by its end, or by a call
         self.on_finish: Callable[[], None] | None = None  # called when the answer has ended
 
     def push(self, pieces: Sequence[str | int]) -> list[OutputEvent]:
@@ -78,6 +80,11 @@ class OutputReader:
     def unread(self) -> str:
         """The text that is not read yet; control tokens that are markers are surrogates."""
         return self._scanner.rest
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether what is not read yet has a tool's name where a call may begin."""
+        return self._reading.names_tool
 
     @property
     def output(self) -> Output:
@@ -107,15 +114,18 @@ class OutputReader:
             has_schema = self._schema_calls is not None
             yield from read_channels(self._reading, in_reasoning, self._forced, has_schema)
         else:
-            if in_reasoning:
+            at_start = not in_reasoning or (
                 yield from self._read_reasoning(self._format.reasoning[0])
-            yield from self._read_blocks()
+            )
+            yield from self._read_blocks(at_start)
         yield from self._reading.finish_text()
 
-    def _read_blocks(self) -> Steps[None]:
-        """Read blocks that begin with an opener, and text between them."""
+    def _read_blocks(self, at_start: bool) -> Steps[None]:
+        """Read blocks that begin with an opener, and text between them.
+
+        at_start: no text since the start of the answer, a call or reasoning.
+        """
         reading, scanner = self._reading, self._scanner
-        at_start = True  # no text since the start of the answer, a call or reasoning
         while True:
             if at_start and (yield from self._begins_schema_answer()):
                 yield from reading.rest_as_text()
@@ -178,8 +188,7 @@ class OutputReader:
         """Read what begins with a marker. Returns whether it was no text."""
         for block in self._format.reasoning:
             if block.start == marker:
-                yield from self._read_reasoning(block)
-                return True
+                return (yield from self._read_reasoning(block))
         for block in self._format.wrappers:
             if marker == block.start:
                 self._open_wrappers.append(block)
@@ -236,8 +245,8 @@ class OutputReader:
         yield from reading.written_text()
         return reading.call_count > calls_before
 
-    def _read_reasoning(self, block: BlockMarkers) -> Steps[None]:
-        """Read reasoning and its end. A call ends it too; a later end of it is no text then."""
+    def _read_reasoning(self, block: BlockMarkers) -> Steps[bool]:
+        """Read reasoning, calls in it, and its end. Returns False if text ended it."""
         reading, scanner = self._reading, self._scanner
         forms = {form.opener: form for form in self._format.calls if self._may_end_reasoning(form)}
         ends = (block.end, *forms)
@@ -258,29 +267,63 @@ class OutputReader:
                     scanner.advance(found[2])
                     wrappers = self._format.wrappers
                     self._open_wrappers += [pair for pair in wrappers if pair.start == block.end]
-                    return
-                if (yield from self._ends_reasoning(forms[found[1]], line.is_blank)):
-                    self._open_wrappers.append(block)
-                    return
+                    self.left_reasoning = True
+                    return True
+                if (yield from self._ends_reasoning(forms[found[1]], line)):
+                    goes_on, is_text = yield from self._read_block_in_reasoning(found[1], found[2])
+                    if not goes_on:
+                        self._open_wrappers.append(block)
+                        return not is_text
+                    line = TextLine()
+                    continue
                 scanner.mark()
                 yield from reading.reasoning_text(line.add(scanner.advance(found[2])))
             elif not (yield from reading.more()):
-                return
+                return True
 
     def _may_end_reasoning(self, form: CallForm) -> bool:
         """Whether a form has a control token as its opener, or a tag."""
-        is_tag = form.opener.startswith(("<", "["))
         is_control = form.opener in self._format.control_markers
-        return is_control or (is_tag and self._reads_calls_in_reasoning)
+        return is_control or (form.begin is not None and self._reads_calls_in_reasoning)
 
-    def _ends_reasoning(self, form: CallForm, at_line_start: bool) -> Steps[bool]:
+    def _ends_reasoning(self, form: CallForm, line: TextLine) -> Steps[bool]:
         """Return whether the opener that comes next begins a call and is no part of reasoning.
 
-        A tag does if it begins a line, and a call of a known tool follows.
+        A tag does if it begins a line outside code, and a call of a known tool follows.
         """
         if form.opener in self._format.control_markers:
             return True
-        return at_line_start and (yield from call_comes_next(self._reading, form.opener))
+        if form.begin is None or not line.is_blank or line.in_code:
+            return False
+        begin = form.begin
+
+        def begin_block(reading: AnswerReading) -> Steps[None]:
+            yield from reading.expect(form.opener)
+            yield from begin(reading)
+
+        return (yield from comes_next(self._reading, begin_block))
+
+    def _read_block_in_reasoning(self, opener: str, length: int) -> Steps[tuple[bool, bool]]:
+        """Read calls behind their opener.
+
+        Returns whether reasoning goes on up to its end, which it does not if another block follows,
+        and whether there were no calls, but text.
+        """
+        reading, scanner = self._reading, self._scanner
+        self.left_reasoning = True
+        if not reading.tools:
+            return False, False
+        scanner.mark()
+        scanner.advance(length)
+        if not (yield from self._read_block(opener, at_start=False)):
+            return False, True
+        scanner.mark()
+        yield from reading.skip_space()
+        starts = [block.start for block in (*self._format.reasoning, *self._format.wrappers)]
+        if (yield from reading.comes_next(*starts)):
+            return False, False
+        reading.begin_reasoning()
+        return True, False
 
 
 def _space_length(text: str) -> int:

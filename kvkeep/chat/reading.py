@@ -42,6 +42,7 @@ class AnswerReading:
         self.call_count = 0
         self._new_call_id = new_call_id
         self.line = TextLine()  # of the answer's text
+        self.names_tool = False  # what may begin a call has the name of a tool
         self._space = ""  # white space that is text only if text follows
         self._wrote_text = self._wrote_other = False
         self._ends_with_call = False
@@ -80,6 +81,13 @@ class AnswerReading:
                 may_come |= form.startswith(scanner.rest)
             if not may_come or not (yield from self.more()):
                 return found
+
+    def char_behind(self, beginning: str) -> Steps[str]:
+        """Return the first character but white space behind a text that comes next, or ""."""
+        while True:
+            behind = self.scanner.rest[len(beginning) :].lstrip(SPACE)
+            if behind or not (yield from self.more()):
+                return behind[:1]
 
     def take(self, *markers: str) -> Steps[str | None]:
         """Read one of the markers, if it comes next, and return it."""
@@ -189,6 +197,7 @@ class AnswerReading:
         full_name = tool_name(name, self.tools)
         if full_name is None:
             raise NotACall
+        self.names_tool = True
         return self.tools[full_name]
 
     def _begin_other(self) -> None:

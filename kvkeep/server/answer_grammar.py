@@ -34,13 +34,15 @@ class AnswerGrammar:
 
     schema_calls: with a schema, the tools whose calls may be bare JSON; see `OutputReader`.
     has_header: whether the grammar includes the header of the answer's channel, if any.
-    forbids_calls: whether no call may begin although the prompt describes tools.
+    forbids_calls: whether no call may begin although the prompt describes tools. tools: those that
+    may be called.
     """
 
     grammar: Grammar | None = None
     schema_calls: frozenset[str] | None = None
     has_header: bool = False
     forbids_calls: bool = False
+    tools: tuple[Tool, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -66,6 +68,7 @@ class AnswerGrammar:
             answer,
             model.end_token_ids,
             self.has_header,
+            self.tools,
         )
         if self.forbids_calls and not output_format.channels:
             return CallsForbidden(model.text, output_format, constraint)
@@ -89,7 +92,7 @@ def compile_answer(
         return AnswerGrammar(forbids_calls=bool(chat.tools))
     if schema is None or gbnf or not tools:
         no_calls = None if schema is None else frozenset[str]()
-        return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls)
+        return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls, tools=tools)
     grammar, bare_names = compile_answer_or_calls(model, schema, tools)
     return AnswerGrammar(grammar, bare_names, has_header=True)
 

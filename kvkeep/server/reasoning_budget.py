@@ -1,13 +1,15 @@
 """Reasoning before an answer: its budget in tokens, and constraints of the answer alone."""
 
-import re
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import OutputFormat
+from kvkeep.chat.output_reader import OutputReader
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.sampling import Constraint
 
@@ -16,12 +18,6 @@ _Phase = Literal["opening", "reasoning", "answer"]
 _FINAL_CHANNEL, _NEXT_MESSAGE = "<|channel|>final<|message|>", "<|start|>assistant"
 _TAIL_BYTES = 400  # more than a marker has, and a token behind it
 _CONTENT_START = b"<|message|>"
-# The name of a tagged call, in which the budget does not end: see `call_comes_next`.
-_CALL_IN_REASONING = re.compile(
-    rb"""\n[ \t]*<[\w:]*tool_call>\s*
-    (?:<function=[^<>\n]+>|\[?\s*\{\s*"name"\s*:\s*"[^"\n]+"|[^<>\n{\[]+\s*<arg_key>)""",
-    re.VERBOSE,
-)
 
 
 class ReasoningConstraint:
@@ -29,7 +25,8 @@ class ReasoningConstraint:
 
     Example: the budget is 2 and `</think>` ends the reasoning. Two tokens are free, such as "Let"
     and " me", the next one must be `</think>`, and from then on the answer's constraint holds. With
-    such a constraint the text cannot end inside the reasoning.
+    such a constraint the text cannot end inside the reasoning. Without one a call that the reader
+    of the answer finds in the reasoning ends it, too; the budget does not cut its beginning.
     """
 
     def __init__(
@@ -41,10 +38,12 @@ class ReasoningConstraint:
         answer: Constraint | None,
         end_token_ids: Sequence[int],
         has_header: bool = False,
+        tools: Sequence[Tool] = (),
     ):
         """budget: tokens of reasoning; None for any number, 0 for none. answer: its constraint.
 
-        has_header: whether that constrains the header of the answer's channel too, if any.
+        has_header: whether that constrains the header of the answer's channel too, if any. tools:
+        those that may be called.
         """
         markers = output_format.reasoning[0]
         self._codec, self._channels = codec, output_format.channels
@@ -64,6 +63,9 @@ class ReasoningConstraint:
         self._phase: _Phase = "opening"
         self._text = b""  # the last of it since the phase began
         self._token_count = 0  # of reasoning
+        self._reader: _CallReader | None = None
+        if tools and answer is None and not self._channels:
+            self._reader = _CallReader(codec, output_format, tools)
         if starts_in_reasoning:
             self._begin_reasoning()
         elif self._channels and answer is not None:
@@ -123,10 +125,17 @@ class ReasoningConstraint:
 
     def _follow_reasoning(self, token: int) -> None:
         self._token_count += 1
-        is_call = token in self._opener_ids or _CALL_IN_REASONING.search(self._text)
-        if self._end.encode() in self._text or (is_call and self._answer is None):
+        if self._reader is not None:
+            self._reader.push(token)
+        is_call = self._answer is None and token in self._opener_ids
+        is_call = is_call or (self._reader is not None and self._reader.has_ended)
+        if self._end.encode() in self._text or is_call:
             self._end_reasoning()
-        elif self._token_count == self._budget:
+        elif (
+            self._budget is not None
+            and self._token_count >= self._budget
+            and not (self._reader is not None and self._reader.names_tool)
+        ):
             self._force(self._end, self._end_reasoning)
 
     def _begin_reasoning(self) -> None:
@@ -153,6 +162,33 @@ class ReasoningConstraint:
             after()
 
 
+class _CallReader:
+    """A reader of reasoning that finds the calls in it, as that of the answer does."""
+
+    def __init__(self, codec: TextCodec, output_format: OutputFormat, tools: Sequence[Tool]):
+        self._codec = codec
+        self._reader = OutputReader(
+            output_format, tools, starts_in_reasoning=True, control_text=codec.control_text
+        )
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> None:
+        """Append a token."""
+        is_control = self._codec.is_control(token)
+        piece = token if is_control else self._decoder.decode(self._codec.token_bytes(token))
+        self._reader.push([piece])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a call, or the marker, has ended the reasoning."""
+        return self._reader.left_reasoning
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether a call may have begun: the name of a tool stands where one may."""
+        return self._reader.names_tool
+
+
 def reasoning_constraint(
     codec: TextCodec,
     output_format: OutputFormat,
@@ -161,6 +197,7 @@ def reasoning_constraint(
     answer: Constraint | None,
     end_token_ids: Sequence[int],
     has_header: bool = False,
+    tools: Sequence[Tool] = (),
 ) -> Constraint | None:
     """Return a constraint for an answer that may begin with reasoning; None if there is none.
 
@@ -173,7 +210,9 @@ def reasoning_constraint(
     if not (starts_in_reasoning or is_known or output_format.channels):
         return answer
     return ReasoningConstraint(
-        codec, output_format, starts_in_reasoning, budget, answer, end_token_ids, has_header
+        *(codec, output_format, starts_in_reasoning, budget, answer, end_token_ids),
+        has_header,
+        tools,
     )
 
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvkeep.chat.messages import Tool
+from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.model import Model
+from kvkeep.server.answer_grammar import compile_answer
 from kvkeep.server.reasoning_budget import ReasoningConstraint
 from tests.scripted_model import ScriptedEngine, family_model
 from tests.server.conftest import serving
@@ -94,29 +97,59 @@ def test_reasoning_before_a_grammar_ends_by_its_marker(model: Model, choice: str
 
 
 @pytest.mark.parametrize(
-    ("beginning", "is_call"),
+    ("beginning", "rest", "is_call"),
     [
-        ("Hm.\n<tool_call>\n<function=weather>", True),
-        ('<tool_call>\n{"name": "weather"', True),
-        ("<tool_call>weather\n<arg_key>", True),
-        ("Hm. <tool_call>\n<function=weather>", False),
-        (f"Hm. {'a' * 390}<tool_call>\n<function=weather>{'b' * 60}", False),
-        ("Hm.\n<tool_call>\nis a tag", False),
+        ("Hm.\n<tool_call>\n<function=weather>", "\n<parameter=text>\nxyz", True),
+        ('<tool_call>\n{"name": "weather"', "xyz", True),
+        ('<tool_call>\n{"name": "functions.weather"', "xyz", True),
+        ("<tool_call>weather\n<arg_key>", "xyz", True),
+        ("Hm. <tool_call>\n<function=weather>", "xyz", False),
+        (f"Hm. {'a' * 390}<tool_call>\n<function=weather>{'b' * 60}", "xyz", False),
+        ("Hm.\n<tool_call>\nis a tag", "xyz", False),
+        ("Hm.\n<tool_call>\n<function=weather>", "\nis a tag", False),
+        ("Hm.\n<tool_call>\n<function=nosuch>", "\n<parameter=text>\nxyz", False),
+        ('Hm.\n<tool_call>\n{"name": "nosuch"', "xyz", False),
+        ("```\n<tool_call>\n<function=weather>", "\n<parameter=text>\nxyz", False),
     ],
 )
 def test_the_budget_of_the_reasoning_does_not_cut_a_call(
-    model: Model, beginning: str, is_call: bool
+    model: Model, beginning: str, rest: str, is_call: bool
 ) -> None:
+    assert is_uncut(model, beginning, rest, [Tool("weather")]) == is_call
+
+
+def test_the_budget_holds_where_no_tool_may_be_called(model: Model) -> None:
+    assert not is_uncut(model, '<tool_call>\n{"name": "weather"', "xyz", [])
+
+
+def is_uncut(model: Model, beginning: str, rest: str, tools: list[Tool]) -> bool:
+    """Whether a budget of one token more than the beginning has lets all be written."""
     ids = model.text.encode(beginning, special=True)
     constraint = ReasoningConstraint(
         *(model.text, model.renderer.output_format, True, len(ids) + 1, None),
         model.end_token_ids,
+        tools=tools,
     )
-    for token in [*ids, *model.text.encode("xyz")]:
-        forced = constraint.masked(torch.zeros(model.text.vocab_size))
-        if not is_call and (forced > -torch.inf).sum() == 1:
-            break
-        assert forced[token] > -torch.inf
+    for token in [*ids, *model.text.encode(rest, special=True)]:
+        allowed = constraint.masked(torch.zeros(model.text.vocab_size)) > -torch.inf
+        if allowed.sum() == 1:
+            return False
+        assert allowed[token]
         constraint.accept(token)
-    else:
-        assert is_call
+    return True
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_server_gives_the_budget_the_callable_tools(model: Model, is_known: bool) -> None:
+    """A quoted call of another tool does not end the reasoning, nor its budget."""
+    quoted = 'Hm.\n<tool_call>\n{"name": "%s"' % ("weather" if is_known else "nosuch")
+    body: dict[str, Any] = {"messages": QUESTION, "tools": [TOOL]}
+    answer = compile_answer(model, parse_chat(body))
+    prompt = model.renderer.render(parse_chat(body))
+    ids = model.text.encode(quoted, special=True)
+    constraint = answer.constraint(model, prompt, len(ids) + 1)
+    assert constraint is not None
+    for token in [*ids, *model.text.encode("x")]:
+        constraint.accept(token)
+    allowed = constraint.masked(torch.zeros(model.text.vocab_size)) > -torch.inf
+    assert (allowed.sum() > 1) == is_known

@@ -55,7 +55,8 @@ class ChatPrompt:
             return self.grammar.constraint(model, prompt, budget)
         output_format, in_reasoning = model.renderer.output_format, prompt.starts_in_reasoning
         return reasoning_constraint(
-            model.text, output_format, in_reasoning, budget, None, model.end_token_ids
+            *(model.text, output_format, in_reasoning, budget, None, model.end_token_ids),
+            tools=self.chat.callable_tools,
         )
 
     def new_reader(self) -> "OutputReader":
