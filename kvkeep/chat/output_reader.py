@@ -56,7 +56,9 @@ class OutputReader:
         self._builder = OutputBuilder()
         self._reads_calls_in_reasoning = bool(tools) and not constrained
         is_free = not constrained and schema_calls is None
-        bare_forms = output_format.bare_calls if tools else ()
+        # Beside a schema and where a call is forced, the grammar has those that are not JSON.
+        self._follows_gbnf = constrained and schema_calls is None and not forced
+        bare_forms = output_format.bare_calls if tools and not self._follows_gbnf else ()
         self._bare_forms = [form for form in bare_forms if is_free or not form.is_json]
         self._bare_forms_in_text = [form for form in self._bare_forms if form.in_text]
         self._open_wrappers: list[BlockMarkers] = []
@@ -209,7 +211,8 @@ class OutputReader:
 
     @property
     def _may_be_bare_json(self) -> bool:
-        return bool(self._reading.tools) and (self._forced or self._format.bare_json)
+        is_allowed = self._format.bare_json and not self._follows_gbnf
+        return bool(self._reading.tools) and (self._forced or is_allowed)
 
     def _read_bracket(self) -> Steps[bool]:
         """Read a bracket in the midst of text, or what begins a line with it as calls do.

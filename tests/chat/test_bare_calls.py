@@ -50,6 +50,9 @@ LLAMA_TEXTS = (
     'As:\n{"name": "weather", "parameters": [1]}',
     'As:\n{"name": "weather", "city": "Rome"}\nand so on',
     "[weather]: it is fine",
+    "[weather(Rome)](http://x) is a link",
+    "[weather(today) is bad]",
+    "[weather(",
     '[other(city="Rome")]',
     "<|python_tag|>print(1)",
     "As:\n{",
@@ -76,6 +79,10 @@ HERMES = {
     f'{{"type": "function", "function": {ROME_ARGUMENTS}}}': [WEATHER],
     '[weather(city="Rome")]': [WEATHER],
     'weather\n{"city": "Rome"}': [WEATHER],
+    "weather\n{}": [("weather", "{}", True)],
+    'weather\n{\n  "city": "Rome"}': [("weather", '{\n  "city": "Rome"}', True)],
+    "[weather( city = 'Rome')]": [WEATHER],
+    "[weather()]": [("weather", "{}", True)],
     'weather\n{"city": "Ro': [("weather", '{"city": "Ro', False)],
 }
 HERMES_TEXTS = (
@@ -91,6 +98,10 @@ HERMES_TEXTS = (
     '{"city": "Rome", "name": "weather", "arguments": {}}',
     'other\n{"city": "Rome"}',
     "weather\nis fine",
+    "weather\n{% template %} text",
+    "weather\n{\n  color: red;\n}",
+    "[weather(Rome)](http://x) is a link",
+    '{"name": "weather", "arguments": null}',
     "weather",
     "<tools>\n[]\n</tools>",
     "[]",
@@ -170,6 +181,43 @@ def test_text_is_held_back_only_while_a_call_may_come() -> None:
     assert reader.output.text == "A"
     reader.push(['r"'])
     assert reader.output.text == 'A\n{"name": "wear"'
+
+
+def test_arguments_that_are_text_are_not_held_back() -> None:
+    for name, text in (
+        ("hermes", '{"name": "weather", "arguments": "a'),
+        ("hermes", '```json\n{"name": "weather", "arguments": [1'),
+        ("llama3", 'A\n{"name": "weather", "parameters": "a'),
+    ):
+        reader = OutputReader(format_by_name(name), TOOLS)
+        reader.push([text])
+        assert reader.output.text == text
+
+
+BESIDE_A_GRAMMAR = {
+    "llama3": (ROME, '[weather(city="Rome")]', f"A\n{ROME}"),
+    "hermes": ('[weather(city="Rome")]', 'weather\n{"city": "Rome"}', ROME_ARGUMENTS),
+    "functionary": ('weather\n{"city": "Rome"}',),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_GRAMMAR)
+def test_an_answer_by_gbnf_has_no_bare_calls(name: str) -> None:
+    for text in BESIDE_A_GRAMMAR[name]:
+        reader = OutputReader(format_by_name(name), TOOLS, constrained=True)
+        reader.push([text])
+        reader.finish()
+        assert described(reader.output) == [text]
+
+
+def test_a_name_and_json_are_a_call_beside_a_schema_and_where_one_is_forced() -> None:
+    for settings in ({"schema_calls": []}, {"forced": True}):
+        reader = OutputReader(
+            format_by_name("functionary"), TOOLS, **{"constrained": True, **settings}
+        )
+        reader.push(['weather\n{"city": "Rome"}'])
+        reader.finish()
+        assert described(reader.output) == [WEATHER]
 
 
 CODER = {

@@ -234,6 +234,7 @@ def test_all_that_the_grammar_allows_is_read_as_calls_or_as_the_answer(
             tools,
             control_text=model.text.control_text,
             schema_calls=names,
+            constrained=True,
         )
         reader.push(pieces_of(model, ids))
         reader.finish()
