@@ -13,11 +13,16 @@ from kvkeep.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class BlockMarkers:
-    """The markers around a part of the answer, and a label behind the first one."""
+    """The markers around a part of the answer, and a label behind the first one.
+
+    has_lines: whether white space at both ends, inside the markers, is no text. That of reasoning
+    never is.
+    """
 
     start: str
     end: str
     label: str = ""
+    has_lines: bool = False
 
 
 _THINK = BlockMarkers("<think>", "</think>")
@@ -133,9 +138,9 @@ _FORMATS = (
         "apriel",
         reasoning=(BlockMarkers("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), _THINK),
         calls=(forms.APRIEL, forms.TAGGED),
-        wrappers=(BlockMarkers("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),),
+        wrappers=(BlockMarkers("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]", has_lines=True),),
     ),
-    OutputFormat("ernie", wrappers=(BlockMarkers("<response>", "</response>"),)),
+    OutputFormat("ernie", wrappers=(BlockMarkers("<response>", "</response>", has_lines=True),)),
     OutputFormat(
         "seed-oss",
         reasoning=(BlockMarkers("<seed:think>", "</seed:think>"), _THINK),
@@ -221,7 +226,7 @@ def detect_format(template_source: str, control_texts: Collection[str]) -> Outpu
 
 
 def format_warnings(output_format: OutputFormat, takes_tools: bool) -> tuple[str, ...]:
-    """Return what a request with tools has to know of the format of calls, in words.
+    """Return warnings for a request with tools about the format of calls.
 
     takes_tools: whether the chat template takes tools; otherwise the prompt describes the format.
     """

@@ -18,7 +18,7 @@ _JSON_BEGINNINGS = (*'{["-0123456789', "true", "false", "null")
 
 
 class OutputReader:
-    """Reads an answer, incrementally: `push` pieces of it, then `finish`.
+    """An incremental reader of an answer: `push` pieces of it, then `finish`.
 
     The joined events equal `output`, and do not depend on the division into pieces. What cannot be
     read as a call of one of the tools is text.
@@ -194,10 +194,16 @@ class OutputReader:
         for block in self._format.wrappers:
             if marker == block.start:
                 self._open_wrappers.append(block)
+                if block.has_lines:
+                    yield from self._reading.skip_space()
+                    if at_start:
+                        self._reading.end_part()
                 return at_start
         for block in self._open_wrappers:
             if marker == block.end:
                 self._open_wrappers.remove(block)
+                if block.has_lines:
+                    self._reading.end_part()
                 return at_start
         form = next(form for form in self._format.calls if form.opener == marker)
         calls_before, line = self._reading.call_count, self._reading.line

@@ -45,7 +45,7 @@ class AnswerReading:
         self.names_tool = False  # what may begin a call has the name of a tool
         self._space = ""  # white space that is text only if text follows
         self._wrote_text = self._wrote_other = False
-        self._ends_with_call = False
+        self._ends_part = False  # with a call or a marker
         self._reasoning_space, self._reasoning_is_empty = "", True
 
     # Reading
@@ -129,7 +129,7 @@ class AnswerReading:
         self._space = text[len(visible) :]
         if self._wrote_other and not self._wrote_text:
             visible = visible.lstrip(SPACE)
-        self._wrote_text, self._ends_with_call = True, False
+        self._wrote_text, self._ends_part = True, False
         yield TextDelta(visible)
 
     def written_text(self) -> Iterator[OutputEvent]:
@@ -148,9 +148,13 @@ class AnswerReading:
 
     def finish_text(self) -> Iterator[OutputEvent]:
         """Yield white space at the end of the answer, unless it follows a call or reasoning."""
-        if self._space and not self._ends_with_call and self._wrote_text >= self._wrote_other:
+        if self._space and not self._ends_part and self._wrote_text >= self._wrote_other:
             yield TextDelta(self._space)
         self._space = ""
+
+    def end_part(self) -> None:
+        """Drop white space at the end of a text, and behind it if no other text follows."""
+        self._space, self._ends_part = "", True
 
     def begin_reasoning(self) -> None:
         self._begin_other()
@@ -174,7 +178,7 @@ class AnswerReading:
         """Begin a call of a known tool, by any of its names. What was read is no text any more."""
         tool = self.require_tool(name)
         self._begin_other()
-        self._ends_with_call = True
+        self._ends_part = True
         self.scanner.mark()
         self.call_count += 1
         return CallStarted(self.call_count - 1, call_id or self._new_call_id(), tool.name)

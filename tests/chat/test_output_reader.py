@@ -261,6 +261,18 @@ def test_control_tokens_around_text_are_no_text() -> None:
     assert read_pieces([start, "Hi.", end], command).text == "Hi."
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10**9])
+def test_lines_around_an_answer_in_markers_are_no_text(size: int) -> None:
+    for name, start, end in (
+        ("ernie", "<response>", "</response>"),
+        ("apriel", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    ):
+        assert described(read(f"{start}\nHi.\n{end}\n", name, size)) == ["Hi."]
+        assert described(read(f"\n{start}\n\nHi.\nA{end}\n\nB.\n", name, size)) == [
+            "Hi.\nA\n\nB.\n"
+        ]
+
+
 CASES = [(name, tokens) for name in FORMS for tokens in (False, True)]
 
 

@@ -19,7 +19,7 @@ _STOP_REASONS = {
 
 
 class AnswerReader:
-    """Reads a generation's events."""
+    """A reader of a generation's events, which gives the content blocks of a message."""
 
     def __init__(self, reader: OutputReader, end: StopAfterFirstCall | None, is_empty: bool):
         """end: ends the generation with its first call; None if there may be several.

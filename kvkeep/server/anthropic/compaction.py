@@ -34,9 +34,9 @@ def asking_for_summary(chat: Chat, instructions: str) -> Chat:
 
 
 class SummaryReader(AnswerReader):
-    """Reads the events of a generation that writes a summary. Reasoning is left out of it.
+    """A reader of a generation that writes a summary. It leaves out reasoning.
 
-    A summary that the model did not end itself is none: clients drop what it would stand for.
+    It returns no summary that the model did not end itself: clients drop what it would stand for.
     """
 
     def __init__(self, reader: OutputReader, tool_changes: Sequence[dict[str, Any]]):
