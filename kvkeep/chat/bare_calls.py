@@ -3,6 +3,7 @@
 JSON of a call, in a block of code or not; a list of calls as in Python; a name and JSON below it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 
 _FENCES = (f"{FENCE}json", FENCE)
+_NAME = re.compile(r"[\w.:-]{1,256}")
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
 
 
@@ -86,13 +88,16 @@ def read_recipient(reading: AnswerReading) -> Steps[None]:
 
 def _begin_named(reading: AnswerReading) -> Steps[str]:
     """Read the name of a tool and its line, if JSON follows, which is not read. Return the name."""
-    name = yield from reading.expect(*(f"{name}\n" for name in reading.tools))
-    reading.names_tool = True
+    name = yield from reading.take(*(f"{name}\n" for name in reading.tools))
+    if name is None:  # it may have a module, or no namespace
+        name = yield from reading.take_match(_NAME)
+        yield from reading.expect("\n")
+    name = reading.require_tool(name.strip(SPACE)).name
     if (yield from reading.skip_space()) != "{":
         raise NotACall
     if (yield from reading.char_behind("{")) not in ('"', "}", ""):
         raise NotACall
-    return name.strip(SPACE)
+    return name
 
 
 def _begin_named_call(reading: AnswerReading) -> Steps[None]:

@@ -43,6 +43,7 @@ SIGNS = {  # texts of a template by which a format is detected
     "lfm2": ("<|tool_list_start|>",),
     "nemotron2": ("<TOOLCALL>",),
     "harmony": ("<|channel|>", "<|message|>"),
+    "functionary": (">>>all",),
 }
 WEATHER = Tool(
     "weather",

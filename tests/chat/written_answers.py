@@ -265,6 +265,10 @@ def _harmony_recipient_first(name: str, values: Mapping[str, Any]) -> str:
     )
 
 
+def _functionary(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    return marked(">>>").join(f"{name}\n{_json(values)}" for name, values in calls)
+
+
 _BETWEEN_MESSAGES = f"{marked('<|start|>')}assistant"
 _ANALYSIS = f"{marked('<|channel|>')}analysis{marked('<|message|>')}"
 _FINAL = f"{marked('<|channel|>')}final{marked('<|message|>')}"
@@ -328,6 +332,7 @@ FORMS = {
         _each(_harmony_recipient_first, _BETWEEN_MESSAGES),
         (_ANALYSIS, marked("<|end|>")),
     ),
+    "functionary": Form("functionary", _functionary, text_first=False),
 }  # fmt: skip
 
 
