@@ -3,19 +3,18 @@
 JSON of a call, in a block of code or not; a list of calls as in Python; a name and JSON below it.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvkeep.chat.call_beginnings import Begin, begin_json_call, begin_python, comes_next
 from kvkeep.chat.call_syntax import FENCE, close_block, read_arguments
 from kvkeep.chat.json_calls import read_json_calls
+from kvkeep.chat.messages import NAMESPACE_SEPARATOR
 from kvkeep.chat.python_calls import read_python_calls
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
-from kvkeep.chat.scanner import SPACE
 
 _FENCES = (f"{FENCE}json", FENCE)
-_NAME = re.compile(r"[\w.:-]{1,256}")
+_MODULES = ("", "functions.", "tools.", "default_api.")
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
 
 
@@ -86,13 +85,20 @@ def read_recipient(reading: AnswerReading) -> Steps[None]:
         yield from _read_named_call(reading)
 
 
+def _written_names(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names that `tool_name` may take for tools, so that no other text is held back."""
+    for name in names:
+        parts = name.split(NAMESPACE_SEPARATOR)
+        for start in range(len(parts)):
+            for separator in (NAMESPACE_SEPARATOR, "."):
+                for module in _MODULES:
+                    yield module + separator.join(parts[start:])
+
+
 def _begin_named(reading: AnswerReading) -> Steps[str]:
     """Read the name of a tool and its line, if JSON follows, which is not read. Return the name."""
-    name = yield from reading.take(*(f"{name}\n" for name in reading.tools))
-    if name is None:  # it may have a module, or no namespace
-        name = yield from reading.take_match(_NAME)
-        yield from reading.expect("\n")
-    name = reading.require_tool(name.strip(SPACE)).name
+    line = yield from reading.expect(*(f"{name}\n" for name in _written_names(reading.tools)))
+    name = reading.require_tool(line.removesuffix("\n")).name
     if (yield from reading.skip_space()) != "{":
         raise NotACall
     if (yield from reading.char_behind("{")) not in ('"', "}", ""):
