@@ -18,7 +18,7 @@ _PASSING_FRACTION = 1 / 3  # of its patience, for which a request is passed by o
 _POLL_SECONDS = 1.0  # between looks at the queue if nothing was released
 _POLL_SECONDS_WITHOUT_ENGINE = 0.05
 _ATTEMPT_SECONDS = 5.0  # between attempts of a request whose memory is not there as far as known
-_TURN_SECONDS = 0.25  # for which others wait for the result of an attempt
+_TURN_SECONDS = 0.25  # for the result of an attempt, before the engine's next step is waited for
 _HELD_CHECK_SECONDS = 1.0
 
 
@@ -27,6 +27,7 @@ class _Waiter:
     """A request in the queue. since: from when its patience counts. error: of its last attempt."""
 
     owner: str
+    is_long: bool = False  # the result of an attempt comes long after its room is reserved
     since: float = field(default_factory=time.monotonic)
     error: NoRoom | None = None
     attempted: float = -1e9  # time of the last attempt
@@ -35,12 +36,16 @@ class _Waiter:
     admitted: bool = False
     left: bool = False  # it is no longer in the queue
 
-    async def try_now(self) -> bool:
-        """Give it a turn; return whether it leaves the queue, or its attempt takes long."""
+    async def try_now(self) -> None:
+        """Give it a turn, and wait for a short time for the result of its attempt."""
         self.tried.clear()
         self.turn.set()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.tried.wait(), _TURN_SECONDS)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it needs no more room, or its attempt has no result yet."""
         return self.left or self.admitted or self.turn.is_set()
 
 
@@ -49,12 +54,23 @@ class _Shortage:
     """The memory and slots that are missing, as far as one look at the queue has found.
 
     room_bytes: of memory; None if unknown. slots, slots_of: the fewest slots that were missing, in
-    all and for an owner.
+    all and for an owner. since, since_of: from when the patience counts of the first one that has
+    no room, and of the first one of an owner without slots.
     """
 
     room_bytes: int | None = None
     slots: float = float("inf")
     slots_of: dict[str, float] = field(default_factory=dict)
+    since: float = float("inf")
+    since_of: dict[str, float] = field(default_factory=dict)
+
+    def add_passed(self, waiter: _Waiter) -> None:
+        """Add a request for which there is no room."""
+        if waiter.error is None or not waiter.error.of_owner:
+            self.since = min(waiter.since, self.since)
+        else:
+            since = self.since_of.get(waiter.owner, waiter.since)
+            self.since_of[waiter.owner] = min(waiter.since, since)
 
     def add(self, waiter: _Waiter) -> None:
         """Learn from the error of an attempt."""
@@ -107,13 +123,15 @@ class AdmissionQueue:
         owner: str,
         submit: Callable[[], Future[T]],
         holds_room: Callable[[], bool] = lambda: False,
+        is_long: bool = False,
     ) -> T:
         """Submit a request, again if there is no room now. Raises NoRoom, and as `submit`.
 
         holds_room: whether it holds room itself, by an earlier part: its patience begins when it
-        does no more.
+        does no more. is_long: whether the result of `submit` comes long after its room is reserved:
+        others do not wait for it.
         """
-        waiter = _Waiter(owner)
+        waiter = _Waiter(owner, is_long)
         if not self._line:
             try:
                 return await _admitted(submit)
@@ -207,20 +225,25 @@ class AdmissionQueue:
 
     async def _give_turns(self) -> None:
         """Let those requests try that may have room, in order, up to one that closes the queue."""
-        shortage, closed_owners = _Shortage(await self._room_bytes()), set[str]()
+        shortage = _Shortage(await self._room_bytes())
         for waiter in self._in_order():
-            if waiter.left or waiter.turn.is_set() or waiter.owner in closed_owners:
+            latest = time.monotonic() - _PASSING_FRACTION * self.patience
+            if shortage.since <= latest:
+                return
+            if waiter.left or shortage.since_of.get(waiter.owner, latest + 1) <= latest:
+                continue
+            if waiter.turn.is_set() and waiter.is_long:
                 continue
             if not shortage.blocks(waiter):
-                if await waiter.try_now():
+                await waiter.try_now()
+                if waiter.has_room:  # the engine finds the room after it has tried to admit
                     shortage.room_bytes = await self._room_bytes()
+                if not waiter.is_long:
+                    await waiter.tried.wait()
+                if waiter.has_room:
                     continue
                 shortage.add(waiter)
-            if time.monotonic() - waiter.since < _PASSING_FRACTION * self.patience:
-                continue
-            if waiter.error is None or not waiter.error.of_owner:
-                return
-            closed_owners.add(waiter.owner)
+            shortage.add_passed(waiter)
 
     def _in_order(self) -> Iterator[_Waiter]:
         """Return the requests in their order: the first of each owner, then the second, and so on.

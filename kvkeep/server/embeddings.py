@@ -151,7 +151,8 @@ async def _embed(context: RequestContext, inputs: _Inputs, truncate: bool = Fals
     admit, embed = service.admission_queue.admit, context.engine.embed
 
     async def embed_all() -> list[Tensor]:
-        return [await admit(context.owner, partial(embed, ids)) for ids in encoded]
+        submissions = [partial(embed, ids) for ids in encoded]
+        return [await admit(context.owner, submit, is_long=True) for submit in submissions]
 
     return _Embedded(await context.while_connected(embed_all()), sum(map(len, encoded)))
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -57,6 +58,56 @@ class Memory:
         self.running.remove(owner)
         for listener in list(self.listeners):
             listener()
+
+
+class SlowMemory(Memory):
+    """An engine whose steps take longer than others wait for the result of a long attempt.
+
+    Calls wait for its next step, in the order in which they came.
+    """
+
+    STEP_SECONDS = 0.4
+
+    def __init__(self, free: int):
+        super().__init__(free)
+        self._calls: list[tuple[Callable[[], Future[Any]], Future[Any]]] = []
+        self.results: dict[str, Future[str]] = {}  # of long requests that have room
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self.STEP_SECONDS)
+            calls, self._calls = self._calls, []
+            for call, future in calls:
+                call().add_done_callback(partial(copy_result, future))
+
+    def room_bytes(self) -> Future[int]:
+        return self._call(super().room_bytes)
+
+    def submit(self, name: str, size: int, owner: str = "a") -> Callable[[], Future[str]]:
+        attempt = super().submit(name, size, owner)
+        return lambda: self._call(attempt)
+
+    def submit_long(self, name: str, size: int, owner: str = "a") -> Callable[[], Future[str]]:
+        """Return a submission whose result comes when `results` of its name is set."""
+        attempt = super().submit(name, size, owner)
+
+        def long_attempt() -> Future[str]:
+            future = attempt()
+            return future if future.exception() else self.results.setdefault(name, Future())
+
+        return lambda: self._call(long_attempt)
+
+    def _call(self, call: Callable[[], Future[Any]]) -> Future[Any]:
+        future = Future[Any]()
+        self._calls.append((call, future))
+        return future
+
+
+def copy_result(target: Future[Any], source: Future[Any]) -> None:
+    if (error := source.exception()) is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
 
 
 def done(value: Any) -> Future[Any]:
@@ -220,5 +271,59 @@ def test_a_request_that_is_given_up_makes_way_for_others(monkeypatch: pytest.Mon
         large.cancel()
         assert await small == "small"
         assert not queue._waiting
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_memory_is_held_free_although_attempts_wait_for_slow_steps(
+    monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    monkeypatch.setattr(admission_queue, "_PASSING_FRACTION", 0.0)
+    monkeypatch.setattr(admission_queue, "_ATTEMPT_SECONDS", 0.0)
+
+    async def run() -> None:
+        memory = SlowMemory(free=4)
+        queue, steps = memory.queue(), asyncio.create_task(memory.run())
+        await queue.admit("a", memory.submit("running", 3))
+        submit = memory.submit_long if is_long else memory.submit
+        large = asyncio.create_task(queue.admit("a", submit("large", 4), is_long=is_long))
+        await asyncio.sleep(2 * memory.STEP_SECONDS)
+        tasks = admitted(memory, queue, *((f"small{number}", 1, "b") for number in range(3)))
+        await asyncio.sleep(4 * memory.STEP_SECONDS)
+        assert memory.log == ["running"]
+        memory.release(3)
+        while "large" not in memory.log:
+            await asyncio.sleep(memory.STEP_SECONDS)
+        assert memory.log == ["running", "large"]
+        if is_long:
+            memory.results["large"].set_result("large")
+        assert await large == "large"
+        memory.release(4)
+        await asyncio.gather(*tasks)
+        steps.cancel()
+
+    asyncio.run(run())
+
+
+def test_others_do_not_wait_for_the_result_of_a_long_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_queue, "_PASSING_FRACTION", 0.0)
+
+    async def run() -> None:
+        memory = SlowMemory(free=2)
+        queue, steps = memory.queue(), asyncio.create_task(memory.run())
+        await queue.admit("a", memory.submit("running", 2))
+        long = asyncio.create_task(queue.admit("a", memory.submit_long("long", 1), is_long=True))
+        await asyncio.sleep(2 * memory.STEP_SECONDS)
+        (small,) = admitted(memory, queue, ("small", 1, "b"))
+        memory.release(2)
+        assert await small == "small"
+        assert memory.log == ["running", "long", "small"]
+        assert not long.done()
+        memory.results["long"].set_result("long")
+        assert await long == "long"
+        steps.cancel()
 
     asyncio.run(run())
