@@ -1,6 +1,7 @@
 """A queue before the engine's admission, instead of an immediate refusal when it is full."""
 
 import asyncio
+import logging
 import time
 from asyncio import wrap_future
 from collections import Counter
@@ -11,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvkeep.engine import Engine
-from kvkeep.errors import KvkeepError, NoRoom
+from kvkeep.errors import NoRoom
 
 T = TypeVar("T")
+_log = logging.getLogger("kvkeep.server")
 _PASSING_FRACTION = 1 / 3  # of its patience, for which a request is passed by others
 _POLL_SECONDS = 1.0  # between looks at the queue if nothing was released
 _POLL_SECONDS_WITHOUT_ENGINE = 0.05
@@ -264,8 +266,18 @@ class AdmissionQueue:
             return None
         try:
             return await wrap_future(self.engine.room_bytes())
-        except KvkeepError:  # the engine ends: requests get its error
-            return None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+        except Exception:  # such as that the engine ends: requests get its error
+            _log.debug("the engine returned no free memory", exc_info=True)
+        return None
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task is cancelled itself, not only a future that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _admitted(submit: Callable[[], Future[T]]) -> T:

@@ -327,3 +327,41 @@ def test_others_do_not_wait_for_the_result_of_a_long_request(
         steps.cancel()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), None])
+def test_requests_get_turns_although_the_free_memory_is_unknown(error: Exception | None) -> None:
+    """error: of the engine's call; None for a cancelled one."""
+
+    async def run() -> None:
+        memory = Memory(free=1)
+        queue = memory.queue(patience=5.0)
+        await queue.admit("a", memory.submit("running", 1))
+        (task,) = admitted(memory, queue, ("waiting", 1, "a"))
+        await settled()
+        failed = Future[Any]()
+        if error is None:
+            failed.cancel()
+        else:
+            failed.set_exception(error)
+        memory.room_bytes = lambda: failed  # type: ignore[method-assign]
+        memory.release(1)
+        assert await task == "waiting"
+
+    asyncio.run(run())
+
+
+def test_the_queue_ends_with_its_event_loop() -> None:
+    """Cancelling its task while a call of the engine is awaited ends it."""
+
+    async def run() -> asyncio.Task[None]:
+        memory = Memory(free=1)
+        queue = memory.queue()
+        await queue.admit("a", memory.submit("running", 1))
+        memory.room_bytes = Future  # type: ignore[method-assign, assignment]
+        admitted(memory, queue, ("waiting", 1, "a"))
+        await settled()
+        assert queue._serving is not None
+        return queue._serving
+
+    assert asyncio.run(run()).cancelled()
