@@ -106,6 +106,13 @@ class SessionRecord:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.resident
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the session is not empty; False if it is on disk only and this is unknown."""
+        if self.session is not None:
+            return bool(self.session.tokens)
+        return self.bound is not None and self.bound.cells > 0
+
     def suggest_title(self, title: str) -> None:
         """Set a title if there is none, and the name was generated."""
         if title and self.title is None and _GENERATED_NAME.fullmatch(self.name):

@@ -75,8 +75,9 @@ class SessionRequest:
     """A request that depends on its session, such as a chat's next turn.
 
     make: returns the request; called with the session's record at admission. It may change the
-    session. most_tokens: returns how many tokens prompt and answer add at most; `make` is called
-    only if there is room for them.
+    session. most_tokens: returns how many tokens prompt and answer add at most; called also while
+    the session is on disk only, when fewer are allowed. `make` is called only if there is room for
+    them.
     """
 
     make: Callable[[SessionRecord], GenerationRequest]

@@ -9,7 +9,7 @@ from kvkeep.engine.memory_bound import MemoryBound
 from kvkeep.engine.preparing import CheckRoom, PreparedSession, prepare_named
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.engine.request import GenerationRequest, RequestLike
+from kvkeep.engine.request import GenerationRequest, RequestLike, SessionRequest
 from kvkeep.engine.usage import Reuse
 from kvkeep.errors import InvalidArgument, NoRoom
 from kvkeep.session.alignment import AlignmentOptions
@@ -48,8 +48,7 @@ class RequestSessions:
             return self._session_for_prompt(request, owner, samplings or [request.sampling])
         if isinstance(request, GenerationRequest) and request.whole_text:
             return self._named_session_for_prompt(request, session_name, owner, revision)
-        if isinstance(request, GenerationRequest):
-            self._check_room_on_disk(request, self._registry.find(session_name, owner), revision)
+        self._check_room_on_disk(request, self._registry.find(session_name, owner), revision)
         record = self._registry.load_idle(session_name, owner, revision)
         if isinstance(request, GenerationRequest):
             self.check_prompt(request, session_length=len(record.live.tokens))
@@ -83,11 +82,15 @@ class RequestSessions:
             raise
 
     def _check_room_on_disk(
-        self, request: GenerationRequest, record: SessionRecord, revision: int | None
+        self, request: RequestLike, record: SessionRecord, revision: int | None
     ) -> None:
         """Raise NoRoom, before its file is read, if a session would have no room for a request."""
         record.require_idle()
         record.require_revision(revision)
+        if isinstance(request, SessionRequest):
+            if record.session is None:
+                self._registry.require_room_to_load(record, request.most_tokens(record))
+            return
         try:
             new_tokens = with_answer(request, len(request.prompt))
             self._registry.require_room_to_load(record, new_tokens)

@@ -7,10 +7,18 @@ import pytest
 from engine.killed import CELL, MODEL, SETTINGS, new_engine, text, write
 from full_disk import small_files_only
 
-from kvkeep.engine import Engine, GenerationRequest, PinRequest, registry
+from kvkeep.engine import (
+    Engine,
+    GenerationRequest,
+    Limits,
+    PinRequest,
+    SessionRequest,
+    registry,
+)
 from kvkeep.engine.memory_bound import max_session_bytes
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
+from kvkeep.engine.request import RequestLike
 from kvkeep.errors import NoRoom, StoreError
 from kvkeep.session.memory import Memory, memory_bytes
 from kvkeep.session.sampling import Sampling
@@ -132,6 +140,31 @@ def test_a_session_on_disk_that_has_no_room_evicts_nothing(tmp_path: Path) -> No
         assert engine.find("saved").result().session is None
         for generation in running:
             generation.cancel()
+
+
+@pytest.mark.parametrize("depends_on_session", [False, True])
+def test_a_session_on_disk_is_not_read_for_a_request_without_room(
+    tmp_path: Path, depends_on_session: bool
+) -> None:
+    """Although there is room for the session itself, once an idle one is evicted."""
+    endless = GenerationRequest(text(9, 10), 100_000, ignore_eos=True)
+    refused: RequestLike = endless
+    if depends_on_session:
+        refused = SessionRequest(lambda _: endless, lambda r: 100_010 if r.has_tokens else 0)
+    settings = {"max_kv_size": 512, "prefill_step": 16}
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        engine.create(name="saved").result()
+        write(engine, "saved", 1, text(0, 30))
+    limits = Limits(memory=910 * CELL)
+    with Engine(MODEL, settings=settings, folder=tmp_path, limits=limits) as engine:
+        fill(engine, [1])
+        running = engine.generate(endless)
+        before = all_in_memory(engine)
+        assert len(before) == 2
+        with pytest.raises(NoRoom, match="not enough memory"):
+            engine.generate(refused, "saved")
+        assert all_in_memory(engine) == before
+        running.cancel()
 
 
 @pytest.mark.parametrize("pinned", [False, True])

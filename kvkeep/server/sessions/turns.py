@@ -65,7 +65,7 @@ async def say(body: TurnRequest, context: SessionDep) -> Response | dict[str, An
         new_tokens = len(ids) + _TEMPLATE_TOKENS
 
     def most_tokens(record: SessionRecord) -> int:
-        return new_tokens + body.max_tokens if record.live.tokens else 0
+        return new_tokens + body.max_tokens if record.has_tokens else 0
 
     def require_fit(record: SessionRecord) -> None:
         sampling.require_vocabulary(model.spec.vocab_size)
