@@ -281,8 +281,10 @@ def test_a_first_turn_that_is_removed_leaves_no_system_prompt(tmp_path: Path, fa
                 cancelled = threads.submit(client.post, f"{path}/turns", json=turn)
                 while not client.get(path).json()["busy"]:
                     assert not cancelled.done()
+                engine.set_notes("a", "0", {"color": "red"}).result()
                 client.post(f"{path}/stop").raise_for_status()
                 assert cancelled.result().status_code == 503
+            assert engine.find("a", "0").result().notes == {"color": "red"}
         entry = client.get(path).json()
         assert (entry["tokens"], entry["keep"]) == (0, 4)
         take_turn(client, "a", "Hi")

@@ -148,13 +148,16 @@ class _Turn:
 def _restorer(record: SessionRecord) -> Callable[[], None]:
     """Return a function that forgets the chat which a turn begins, if its session is still empty.
 
-    It restores the session's notes, and the number of tokens that are never evicted.
+    It restores the chat in the session's notes, not those that were added meanwhile, and the number
+    of tokens that are never evicted.
     """
-    notes, keep = record.notes, record.live.keep
+    keep = record.live.keep
+    chat = {key: value for key, value in record.notes.items() if key == CHAT_NOTES_KEY}
 
     def restore() -> None:
         if not record.live.tokens:
-            record.notes = notes
+            others = {key: value for key, value in record.notes.items() if key != CHAT_NOTES_KEY}
+            record.notes = {**others, **chat}
             if record.live.keep != keep:
                 record.live.keep = keep
 
