@@ -26,10 +26,10 @@ class CheckRoom(Protocol):
         """bound: of the session to which the prompt adds cells. existing: one that it replaces."""
 
 
-def _is_room(
+def _check_nothing(
     bound: MemoryBound, added_tokens: int, existing: SessionRecord | None = None, /
 ) -> None:
-    """Check nothing."""
+    """Accept any prompt."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def prepare_named(
     options: AlignmentOptions,
     revision: int | None = None,
     reuses: bool = True,
-    check_room: CheckRoom = _is_room,
+    check_room: CheckRoom = _check_nothing,
 ) -> PreparedSession:
     """Make a named session hold the reusable part of a prompt, and, once started, nothing else.
 

@@ -112,10 +112,10 @@ class SessionOperations:
         """Create a session that continues a compacted one, or one that continued it before.
 
         handle: the compacted session's name, and its snapshot's label where servers share a store.
-        Returns how many first tokens of the prompt the new
-        session holds; 0, and no session, if there is none that begins like the prompt.
+        Returns how many first tokens of the prompt the new session holds; 0, and no session, if
+        there is none that begins like the prompt.
         """
-        with suppress(KvkeepError):  # it may be gone, damaged, or too large
+        with suppress(KvkeepError):  # it may be missing, damaged, or too large
             if self._registry.disk.shares_snapshots and self._registry.get(handle, owner) is None:
                 self.restore(handle, owner, handle)
             self._registry.load_existing(handle, owner)

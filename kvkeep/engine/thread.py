@@ -42,7 +42,7 @@ class _Call:
 class LongFuture(Future[T]):
     """The result of a long call. Cancelling it ends also a call that runs, at its next turn."""
 
-    is_unwanted = False  # whether it was cancelled, however late
+    is_unwanted = False  # whether it was cancelled, also while the call runs
 
     def cancel(self) -> bool:
         """Cancel the call; returns whether it has not begun."""

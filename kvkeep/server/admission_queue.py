@@ -16,7 +16,7 @@ from kvkeep.errors import NoRoom
 
 T = TypeVar("T")
 _log = logging.getLogger("kvkeep.server")
-_PASSING_FRACTION = 1 / 3  # of its patience, for which a request is passed by others
+_PASSING_FRACTION = 1 / 3  # of its timeout, for which a request is overtaken by others
 _POLL_SECONDS = 1.0  # between looks at the queue if nothing was released
 _POLL_SECONDS_WITHOUT_ENGINE = 0.05
 _ATTEMPT_SECONDS = 5.0  # between attempts of a request whose memory is not there as far as known
@@ -26,7 +26,7 @@ _HELD_CHECK_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Waiter:
-    """A request in the queue. since: from when its patience counts. error: of its last attempt."""
+    """A request in the queue. since: when its timeout begins. error: of its last attempt."""
 
     owner: str
     is_long: bool = False  # the result of an attempt comes long after its room is reserved
@@ -56,8 +56,8 @@ class _Shortage:
     """The memory and slots that are missing, as far as one look at the queue has found.
 
     room_bytes: of memory; None if unknown. slots, slots_of: the fewest slots that were missing, in
-    all and for an owner. since, since_of: from when the patience counts of the first one that has
-    no room, and of the first one of an owner without slots.
+    all and for an owner. since, since_of: when the timeout began of the first one that has no
+    room, and of the first one of an owner without slots.
     """
 
     room_bytes: int | None = None
@@ -66,7 +66,7 @@ class _Shortage:
     since: float = float("inf")
     since_of: dict[str, float] = field(default_factory=dict)
 
-    def add_passed(self, waiter: _Waiter) -> None:
+    def add_overtaken(self, waiter: _Waiter) -> None:
         """Add a request for which there is no room."""
         if waiter.error is None or not waiter.error.of_owner:
             self.since = min(waiter.since, self.since)
@@ -102,8 +102,8 @@ class _Shortage:
 class AdmissionQueue:
     """Requests that wait until the engine has room, in one order over all owners.
 
-    Owners take turns, each with its oldest request. A request that does not fit yet is passed by
-    others that do, for a third of its patience. From then on none that comes after it is admitted:
+    Owners take turns, each with its oldest request. A request that does not fit yet is overtaken
+    by others that do, for a third of its timeout. From then on none of those behind it is admitted:
     what is released stays free for it.
 
     patience: seconds that a request waits before it is refused. max_waiting: requests of one owner
@@ -129,7 +129,7 @@ class AdmissionQueue:
     ) -> T:
         """Submit a request, again if there is no room now. Raises NoRoom, and as `submit`.
 
-        holds_room: whether it holds room itself, by an earlier part: its patience begins when it
+        holds_room: whether it holds room itself, by an earlier part: its timeout begins when it
         does no more. is_long: whether the result of `submit` comes long after its room is reserved:
         others do not wait for it.
         """
@@ -173,7 +173,7 @@ class AdmissionQueue:
                 waiter.tried.set()
 
     async def _wait_for_turn(self, waiter: _Waiter, holds_room: Callable[[], bool]) -> None:
-        """Wait until a request may try. Raises NoRoom when its patience is over."""
+        """Wait until a request may try. Raises NoRoom at its timeout."""
         while not waiter.turn.is_set():
             if holds_room():
                 waiter.since = time.monotonic()
@@ -245,7 +245,7 @@ class AdmissionQueue:
                 if waiter.has_room:
                     continue
                 shortage.add(waiter)
-            shortage.add_passed(waiter)
+            shortage.add_overtaken(waiter)
 
     def _in_order(self) -> Iterator[_Waiter]:
         """Return the requests in their order: the first of each owner, then the second, and so on.
