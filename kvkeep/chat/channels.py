@@ -12,15 +12,18 @@ from kvkeep.chat.json_calls import object_text, read_json_calls, read_json_value
 from kvkeep.chat.output import OutputEvent
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 
-_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_START, CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
-CHANNEL_MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN)
+REASONING_CHANNEL, FINAL_HEADER = "analysis", f"{CHANNEL}final{_MESSAGE}"
+# From the channel on, whose name is the group.
+MESSAGE_HEADER = re.compile(r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
+CHANNEL_MARKERS = (_START, CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN)
 _ENDS = (_END, _CALL, _RETURN)
 _ROLE, _RECIPIENT_KEY = "assistant", "to="
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _UNFINISHED_HEADER = re.compile(r"(<\|\w+\|>)?(assistant)?[^<]*(<\|\w+\|>[^<]*)*")
-_STARTS = (_START, _CHANNEL, _MESSAGE, _ROLE, _RECIPIENT_KEY)  # of a header
+_STARTS = (_START, CHANNEL, _MESSAGE, _ROLE, _RECIPIENT_KEY)  # of a header
 _BETWEEN_MESSAGES = "\n\n"
 _MAX_HEADER = 1000  # characters; what is longer is text
 _MAX_MARKER = max(map(len, CHANNEL_MARKERS))
@@ -39,7 +42,7 @@ def read_channels(
     if in_reasoning:
         reading.begin_reasoning()
         yield from _read_content(reading, reading.reasoning_text)
-        last = "analysis"
+        last = REASONING_CHANNEL
     elif not (yield from reading.comes_next(*_STARTS, f" {_RECIPIENT_KEY}")):
         yield from _read_text(reading, forced, has_schema)
         last = "final"
@@ -52,7 +55,7 @@ def read_channels(
         recipient, channel = "", "final"
         if (yield from reading.comes_next(*_STARTS)):
             recipient, channel = yield from _read_header(reading)
-        if channel == "analysis" and not recipient:
+        if channel == REASONING_CHANNEL and not recipient:
             if last == channel:
                 yield from reading.reasoning_text(_BETWEEN_MESSAGES)
             else:

@@ -2,13 +2,12 @@
 
 import re
 
+from kvkeep.chat.channels import FINAL_HEADER
 from kvkeep.chat.messages import Message
 from kvkeep.chat.output_format import BlockMarkers, OutputFormat
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.control_tokens import ChatText
 
-# In models with channels, the text of an answer has one of its own, behind the reasoning's.
-_TEXT_CHANNEL = "<|channel|>final<|message|>"
 _NEXT_MESSAGE = "<|start|>assistant"
 
 
@@ -35,8 +34,8 @@ def write_prefill(
             return prompt + text, markers.end not in text
     if open_markers := open_reasoning(output_format, prompt):
         prompt += codec.template_text(_closing(output_format, open_markers))
-    elif output_format.channels and not prompt.endswith(_TEXT_CHANNEL):
-        prompt += codec.template_text(_TEXT_CHANNEL)
+    elif output_format.channels and not prompt.endswith(FINAL_HEADER):
+        prompt += codec.template_text(FINAL_HEADER)
     return prompt + text, False
 
 
@@ -68,7 +67,7 @@ def _opening(markers: BlockMarkers) -> str:
 
 def _closing(output_format: OutputFormat, markers: BlockMarkers) -> str:
     if output_format.channels:
-        return f"{markers.end}{_NEXT_MESSAGE}{_TEXT_CHANNEL}"
+        return f"{markers.end}{_NEXT_MESSAGE}{FINAL_HEADER}"
     if markers.start == "<think>":
         return f"\n{markers.end}\n\n"
     return f"\n{markers.end}" if markers.label else markers.end

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvkeep.chat.channels import FINAL_HEADER
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.output_reader import OutputReader
@@ -15,7 +16,7 @@ from kvkeep.session.sampling import Constraint
 
 # "opening": where reasoning may begin. "reasoning": inside it. "answer": behind it.
 _Phase = Literal["opening", "reasoning", "answer"]
-_FINAL_CHANNEL, _NEXT_MESSAGE = "<|channel|>final<|message|>", "<|start|>assistant"
+_NEXT_MESSAGE = "<|start|>assistant"
 _TAIL_BYTES = 400  # more than a marker has, and a token behind it
 _CONTENT_START = b"<|message|>"
 
@@ -57,7 +58,7 @@ class ReasoningConstraint:
         ]
         # Before the end of the reasoning, the answer neither ends nor begins.
         self._forbidden_ids = [*end_token_ids, *self._opener_ids]
-        self._header = "" if has_header else _FINAL_CHANNEL
+        self._header = "" if has_header else FINAL_HEADER
         self._forced: list[int] = []  # ids that must come next
         self._after_forced: Callable[[], None] = self._begin_answer
         self._phase: _Phase = "opening"
