@@ -170,6 +170,12 @@ class Conversation:
         """
         self._turn_spans.reopen()
 
+    def answer_tokens(self) -> "Sequence[int]":
+        """Return the newest answer's tokens so far, after `reopen_turn`."""
+        tokens = self.session.tokens
+        _, start = self.session.span_ranges.get(f"turn {self.last_turn}", (0, len(tokens)))
+        return tokens[start:]
+
     def answer_reader(self) -> "Callable[[], ContinuedReader]":
         """Return a function that makes a reader for what follows in the newest answer.
 

@@ -114,6 +114,22 @@ class TextStream:
             self._withheld.popleft()
 
 
+def markers_behind(
+    codec: TextCodec, markers: ReasoningMarkers, tokens: Sequence[int]
+) -> ReasoningMarkers:
+    """Return the markers for what follows an answer's first tokens. markers: of all of it."""
+    gate, stream = StopGate(markers), TextStream(codec, ())
+    for token in tokens:
+        for piece in stream.push_pieces(token):
+            if isinstance(piece, str):
+                gate.free_length(piece)
+            else:
+                gate.free_length("", codec.control_text(piece))
+        if gate.in_answer:
+            break
+    return gate.markers
+
+
 def token_texts(codec: TextCodec, context: Sequence[int], ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the tokens before it, special tokens included.
 

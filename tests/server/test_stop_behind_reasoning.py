@@ -104,3 +104,39 @@ def test_the_answer_is_cut_as_it_would_be_alone(
     if not is_open and not answer.startswith("<"):  # an answer without reasoning, as ever
         for token in codec.encode(answer):
             assert plain.push_pieces(token) == without.push_pieces(token)
+
+
+def test_a_continued_turn_is_cut_behind_the_reasoning_that_goes_on(
+    scripted: ScriptedServer,
+) -> None:
+    with scripted.client() as client:
+        client.post("/v1/sessions", json={"name": "goes_on"}).raise_for_status()
+        url = "/v1/sessions/goes_on/turns"
+        answers = []
+        parts_written = ["<think>\nOne", "\n\ntwo.</", "think>\n\nFirst", " line.\nSecond line."]
+        for number, text in enumerate(parts_written):
+            scripted.write(text)
+            tokens = len(scripted.service.model.text.encode(text))
+            body = {"max_tokens": tokens if number < 3 else 99, "stop": STOP}
+            body |= {} if number else {"content": "Hi"}
+            answers.append(client.post(url, json=body).raise_for_status().json())
+        client.delete("/v1/sessions/goes_on")
+    assert [a["finish_reason"] for a in answers] == ["length", "length", "length", "stop"]
+    assert "".join(a["text"] for a in answers).strip() == "First line."
+
+
+def test_an_answer_that_begins_after_a_rewind_is_cut_behind_its_reasoning(
+    scripted: ScriptedServer,
+) -> None:
+    scripted.write(HERMES)
+    with scripted.client() as client:
+        client.post("/v1/sessions", json={"name": "anew"}).raise_for_status()
+        url = "/v1/sessions/anew"
+        body = {"content": "Hi", "stop": STOP}
+        first = client.post(f"{url}/turns", json=body).raise_for_status().json()
+        session = client.get(url).json()
+        count = session["tokens"] - session["spans"]["turn 1 answer"][0]
+        client.post(f"{url}/rewind", json={"count": count}).raise_for_status()
+        second = client.post(f"{url}/turns", json={"stop": STOP}).raise_for_status().json()
+        client.delete(url)
+    assert parts("", second) == parts("", first) == ("First line.", "One\n\ntwo.")

@@ -1,7 +1,7 @@
 """Chat turns in a session: a user's message and its reply, or more of the newest reply."""
 
 from asyncio import to_thread, wrap_future
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from kvkeep.session.conversation import CHAT_NOTES_KEY, Conversation
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import Session
 from kvkeep.session.stop_gate import ReasoningMarkers
+from kvkeep.session.streaming import markers_behind
 from kvkeep.session.turn_template import count_system_tokens
 
 router = body_router()
@@ -111,6 +112,7 @@ class _Turn:
 
     def _continuation(self, chat: Conversation) -> GenerationRequest:
         chat.reopen_turn()
+        self._set_markers(chat.answer_tokens() if self._sampling.stop else ())
         self.new_reader = chat.answer_reader()
         return self._generation((), on_end=lambda *_: chat.end_turn())
 
@@ -122,10 +124,8 @@ class _Turn:
         if chat.is_open:
             chat.end_turn()
         is_first, ids = not chat.last_turn, chat.begin_turn(question)
-        renderer = self._model.renderer
-        markers = ReasoningMarkers.of(renderer.output_format, renderer.starts_in_reasoning)
-        self._sampling = replace(self._sampling, reasoning=markers)
-        self.new_reader = partial(ContinuedReader, renderer.new_reader)
+        self._set_markers(())
+        self.new_reader = partial(ContinuedReader, self._model.renderer.new_reader)
 
         def on_end(session: Session, num_prefilled: int, num_generated: int) -> None:
             if num_prefilled < len(ids):  # cancelled during prefill
@@ -137,6 +137,13 @@ class _Turn:
 
         title = title_for(question) if is_first else ""
         return self._generation(tuple(ids), title=title, on_end=on_end)
+
+    def _set_markers(self, beginning: Sequence[int]) -> None:
+        """Have stop strings count behind the reasoning. beginning: the answer's tokens so far."""
+        renderer = self._model.renderer
+        markers = ReasoningMarkers.of(renderer.output_format, renderer.starts_in_reasoning)
+        markers = markers_behind(self._model.text, markers, beginning)
+        self._sampling = replace(self._sampling, reasoning=markers)
 
     def _generation(self, prompt: tuple[int, ...], **fields: Any) -> GenerationRequest:
         body = self._body
