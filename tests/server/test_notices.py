@@ -134,6 +134,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
         ("guided_json", json.dumps(SCHEMA), ('{"a": true}', '{"a": false}')),
         ("structured_outputs", {"json": SCHEMA}, ('{"a": true}', '{"a": false}')),
         ("guided_choice", ["Yes\n", 'a "no"'], ("Yes\n", 'a "no"')),
+        ("guided_choice", ['\x01\x7f\t\x85\\u0001\u2028/"'], ('\x01\x7f\t\x85\\u0001\u2028/"',)),
         ("structured_outputs", {"choice": ["Yes", "No"]}, ("Yes", "No")),
         ("guided_grammar", 'root ::= "x" | "y"', ("x", "y")),
         ("structured_outputs", {"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
@@ -163,6 +164,12 @@ def test_forms_by_the_names_of_vllm_are_followed(
         {"guided_json": SCHEMA, "structured_outputs": {"choice": ["a"]}},
         {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
         {"guided_choice": []},
+        {"guided_json": ""},
+        {"guided_json": {}, "guided_choice": ["a"]},
+        {"guided_json": SCHEMA, "json_schema": SCHEMA},
+        {"guided_json": {}, "json_schema": {}},
+        {"guided_json": {}, "response_format": {"type": "json_object"}},
+        {"guided_choice": ["a"], "grammar": 'root ::= "b"'},
     ],
     ids=repr,
 )
@@ -219,3 +226,15 @@ def test_names_of_speakers_are_named_as_ignored(server: RunningServer) -> None:
     result = {"role": "tool", "tool_call_id": "a", "name": "f", "content": "1"}
     history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, result]
     assert IGNORED not in post(server, "/v1/chat/completions", messages=history).headers
+
+
+@pytest.mark.parametrize("field", ["guided_json", "structured_outputs"])
+def test_an_empty_schema_asks_for_any_json(server: RunningServer, field: str) -> None:
+    value = {"json": {}} if field == "structured_outputs" else {}
+    fields, greedy = {field: value}, {"max_tokens": 40, "temperature": 0}
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}
+    texts = [
+        text_of(post(server, "/v1/chat/completions", **body, **greedy).json())
+        for body in (fields, schema, {})
+    ]
+    assert texts[0] == texts[1] != texts[2]

@@ -120,7 +120,9 @@ class ChatRequest(CompletionParams, PinningRequest, GuidedFields, OwnFields):
         output_format = self.response_format or ResponseFormat()
         schema, _ = self.guided_form()
         if output_format.type == "text":
-            return schema or self.json_schema
+            if schema is not None and self.json_schema is not None:
+                raise InvalidArgument("json_schema and guided_* exclude each other")
+            return self.json_schema if schema is None else schema
         if self.guided_form() != (None, None):
             raise InvalidArgument("response_format and guided_* exclude each other")
         return output_format.output_schema()
@@ -128,4 +130,6 @@ class ChatRequest(CompletionParams, PinningRequest, GuidedFields, OwnFields):
     def output_grammar(self) -> str | None:
         """Return the grammar in GBNF that the output must follow; None for any text."""
         _, grammar = self.guided_form()
+        if grammar and self.grammar:
+            raise InvalidArgument("grammar and guided_* exclude each other")
         return grammar or self.grammar

@@ -1,6 +1,7 @@
 """vLLM's fields for answers in a given form, as JSON schemas and grammars."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from kvkeep.server.limits import MAX_FIELDS, Data, GrammarText, ShortText
 from kvkeep.server.schemas import RequestBody
 
 _Schema = Data | GrammarText  # as an object, or as its JSON text
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _Choices = Annotated[list[ShortText], Field(min_length=1, max_length=MAX_FIELDS)]
 
 
@@ -35,10 +37,11 @@ class StructuredOutputs(RequestBody):
                 raise InvalidArgument(
                     f"{names}{name} is not supported: send a JSON schema, choices or a grammar"
                 )
-        schema = _parsed(self.json_schema, names) if self.json_schema else None
+        has_schema = self.json_schema is not None
+        schema = _parsed(self.json_schema, names) if has_schema else None
         schema = ANY_OBJECT if self.json_object else schema
         grammar = _choice_grammar(self.choice) if self.choice else self.grammar
-        forms = (self.json_schema, self.json_object, self.choice, self.grammar)
+        forms = (has_schema, self.json_object, self.choice, self.grammar)
         if sum(map(bool, forms)) > 1:
             raise InvalidArgument(f"{names}* can ask for one form only")
         return schema, grammar
@@ -80,5 +83,14 @@ def _parsed(schema: Any, names: str) -> Mapping[str, Any]:
 
 
 def _choice_grammar(choices: list[str]) -> str:
-    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return f"root ::= {' | '.join(texts)}"
+    return f"root ::= {' | '.join(map(_literal, choices))}"
+
+
+def _literal(text: str) -> str:
+    """Return a text as a string of GBNF."""
+    escaped = text.replace("\\", r"\\").replace('"', r"\"")
+    return f'"{_CONTROL_CHARACTER.sub(_hexadecimal, escaped)}"'
+
+
+def _hexadecimal(character: re.Match[str]) -> str:
+    return f"\\x{ord(character[0]):02x}"
