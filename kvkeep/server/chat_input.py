@@ -137,12 +137,14 @@ class ChatInput:
             answer = await wrap_future(compiler.submit(compile_answer, *arguments))
         self.context.notices.warn(*answer.warnings)
 
+        markers = ReasoningMarkers.behind_prompt(self.renderer.output_format, self.prompt)
+
         def constrained() -> list[Sampling]:
             return [
                 replace(
                     sampling,
                     constraint=answer.constraint(model, self.prompt, reasoning_budget),
-                    reasoning=self._reasoning_markers,
+                    reasoning=markers,
                 )
                 for sampling in samplings
             ]
@@ -154,14 +156,6 @@ class ChatInput:
             replace(self, schema_calls=answer.schema_calls, constrained=is_constrained),
             result,
         )
-
-    @property
-    def _reasoning_markers(self) -> ReasoningMarkers | None:
-        """The markers of the answer's reasoning; None if the prompt ends behind its beginning."""
-        in_reasoning = self.prompt.starts_in_reasoning
-        if self.prompt.continues and not in_reasoning:
-            return None
-        return ReasoningMarkers.of(self.renderer.output_format, in_reasoning)
 
     @property
     def written_tokens(self) -> int:

@@ -1,10 +1,13 @@
 """Reasoning at the beginning of an answer, in which stop strings do not end it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvkeep.chat.channels import CHANNEL, MESSAGE_HEADER, REASONING_CHANNEL
 from kvkeep.chat.output_format import OutputFormat
+
+if TYPE_CHECKING:
+    from kvkeep.chat.renderer import RenderedPrompt
 
 # "opening": where reasoning may begin. "space": behind it, before the answer's first character.
 _Phase = Literal["opening", "reasoning", "space", "answer"]
@@ -39,6 +42,15 @@ class ReasoningMarkers:
         ends = [block.end for block in output_format.reasoning]
         ends += [opener for opener in openers if opener in output_format.control_markers]
         return cls(starts, tuple(dict.fromkeys(ends)), False, phase)
+
+    @classmethod
+    def behind_prompt(
+        cls, output_format: OutputFormat, prompt: "RenderedPrompt"
+    ) -> "ReasoningMarkers | None":
+        """Return the markers of a prompt's answer; None if it ends behind their beginning."""
+        if prompt.continues and not prompt.starts_in_reasoning:
+            return None
+        return cls.of(output_format, prompt.starts_in_reasoning)
 
 
 class StopGate:

@@ -41,10 +41,7 @@ class ChatPrompt:
         """The markers of the answer's reasoning; None if the prompt ends behind its beginning."""
         from kvkeep.session.stop_gate import ReasoningMarkers
 
-        in_reasoning = self.prompt.starts_in_reasoning
-        if self.prompt.continues and not in_reasoning:
-            return None
-        return ReasoningMarkers.of(self.model.renderer.output_format, in_reasoning)
+        return ReasoningMarkers.behind_prompt(self.model.renderer.output_format, self.prompt)
 
     def new_constraint(self) -> "Constraint | None":
         """Return the constraint of one generation, if any."""
