@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.durable import refused
 from safetensors.torch import load_file, save_file
-
-
-def _refused(result, *said: str) -> None:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("kvkeep: error: ")
-    for text in said:
-        assert text in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -47,34 +38,34 @@ def _refused(result, *said: str) -> None:
 )
 def test_cheap_checks_run_before_the_model_loads(invoke, arguments, said) -> None:
     # A model that does not exist would be refused too, if anything asked for it.
-    _refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
+    refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
 
 
 @pytest.mark.parametrize("command", ["generate", "perplexity"])
 def test_a_file_must_hold_utf8_text(invoke, command, tmp_path: Path) -> None:
     file = tmp_path / "text"
     asked = [command, "-f", file] if command == "generate" else [command, file]
-    _refused(invoke(*asked), "No such file")
+    refused(invoke(*asked), "No such file")
     file.write_bytes(b"")
-    _refused(invoke(*asked), "empty", str(file))
+    refused(invoke(*asked), "empty", str(file))
     file.write_bytes("é".encode() + b"x\xff")
-    _refused(invoke(*asked), "byte 3 is 0xff", str(file))
+    refused(invoke(*asked), "byte 3 is 0xff", str(file))
     file.unlink()
     file.mkdir()
-    _refused(invoke(*asked), "Is a directory")
+    refused(invoke(*asked), "Is a directory")
 
 
 def test_standard_input_must_hold_utf8_text(invoke) -> None:
-    _refused(invoke("generate", input=b""), "empty")
-    _refused(invoke("generate", input=b"abc\xc3"), "standard input", "byte 3")
-    _refused(invoke("generate", "-p", ""), "empty")
+    refused(invoke("generate", input=b""), "empty")
+    refused(invoke("generate", input=b"abc\xc3"), "standard input", "byte 3")
+    refused(invoke("generate", "-p", ""), "empty")
 
 
 def test_an_invalid_number_leaves_the_report_unchanged(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("old")
-    _refused(invoke("generate", "-p", "x", "--max-kv-size", 99999, "--report", file, *tiny), "8192")
-    _refused(
+    refused(invoke("generate", "-p", "x", "--max-kv-size", 99999, "--report", file, *tiny), "8192")
+    refused(
         invoke(
             "generate", "-p", "a b c d", "--keep", -1, "--max-kv-size", 3, "--report", file, *tiny
         )
@@ -106,14 +97,14 @@ def test_a_damaged_model_is_named(invoke, tiny_folder, tmp_path: Path, harm, nam
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     harm(folder, name)
-    _refused(invoke("generate", "-p", "x", "-m", folder), str(folder))
+    refused(invoke("generate", "-p", "x", "-m", folder), str(folder))
 
 
 def test_a_file_that_is_not_a_model_is_named(invoke, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     for content in (b"", b"GGUF", b"something else altogether"):
         file.write_bytes(content)
-        _refused(invoke("generate", "-p", "x", "-m", file), str(file))
+        refused(invoke("generate", "-p", "x", "-m", file), str(file))
 
 
 def test_nan_logits_are_an_error(invoke, tiny_folder, tmp_path: Path) -> None:
@@ -122,11 +113,11 @@ def test_nan_logits_are_an_error(invoke, tiny_folder, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
     save_file(tensors, folder / "model.safetensors")
-    _refused(invoke("generate", "-p", "x", "-m", folder, "--quiet"), "NaN")
+    refused(invoke("generate", "-p", "x", "-m", folder, "--quiet"), "NaN")
 
 
 def test_an_unknown_command_is_a_one_line_error(invoke) -> None:
-    _refused(invoke("transmogrify"), "transmogrify", "kvkeep --help")
+    refused(invoke("transmogrify"), "transmogrify", "kvkeep --help")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +136,7 @@ def test_an_unknown_command_is_a_one_line_error(invoke) -> None:
     ],
 )
 def test_errors_suggest_the_command_or_option_that_was_meant(invoke, arguments, suggested) -> None:
-    _refused(invoke(*arguments), suggested)
+    refused(invoke(*arguments), suggested)
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda", "cuda:7", "meta", "warp"])
@@ -153,7 +144,7 @@ def test_a_missing_device_is_a_one_line_error(invoke, tiny, device) -> None:
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("has devices of its own")
     result = invoke("generate", "-p", "x", *tiny, "--device", device)
-    _refused(result, f"device '{device}'", "has cpu")
+    refused(result, f"device '{device}'", "has cpu")
     assert len(result.stderr) < 120
 
 
@@ -165,4 +156,4 @@ def test_a_group_without_a_command_shows_its_help_line_by_line(invoke) -> None:
 
 
 def test_the_folder_of_an_unknown_user_is_no_model(invoke) -> None:
-    _refused(invoke("generate", "-p", "x", "-m", "~nosuchuser/model"), "no model")
+    refused(invoke("generate", "-p", "x", "-m", "~nosuchuser/model"), "no model")
