@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.durable import refused, saved
 
-from kvkeep import Snapshot, load_model
+from kvkeep import load_model
 from kvkeep.evaluate.perplexity import perplexity_points
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 12
@@ -18,19 +19,6 @@ QUIET = ["--no-progress", "--ignore-eos", "--temperature", "0"]
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-def _saved(home: Path, name: str) -> Snapshot:
-    return Snapshot.load(home / "sessions" / f"{name}.kvkeep")
-
-
-def _refused(result, *said: str) -> None:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    for text in said:
-        assert text in lines[0]
 
 
 def test_generation_continues_within_the_budget(invoke, tiny, tmp_path: Path) -> None:
@@ -59,7 +47,7 @@ def test_two_runs_equal_one_long_run(invoke, tiny, home: Path, method: str) -> N
     second = invoke(*asked, "--session", "s", "-n", 23)
     whole = invoke(*asked, "--session", "whole", "-p", TEXT, "-n", 40)
     assert first.stdout[:-1] + second.stdout[:-1] == whole.stdout[:-1]
-    one, other = _saved(home, "s"), _saved(home, "whole")
+    one, other = saved(home, "s"), saved(home, "whole")
     assert one.tokens.tolist() == other.tokens.tolist()
     assert torch.equal(one.logits, other.logits)
 
@@ -69,15 +57,15 @@ def test_a_saved_session_keeps_its_compression_settings(invoke, tiny, home: Path
     assert invoke(*asked, "-p", TEXT, *ARCHIVE, *tiny).exit_code == 0
     assert invoke(*asked, *ARCHIVE).exit_code == 0
     assert invoke(*asked).exit_code == 0
-    before = _saved(home, "s").tokens.tolist()
-    for option, value, saved in (
+    before = saved(home, "s").tokens.tolist()
+    for option, value, present in (
         *(("--method", "knorm", "keydiff"), ("--ratio", 2, "4.0"), ("--window", 20, "33")),
         *(("--policy", "sliding", "archive"), ("--max-kv-size", 64, "48")),
     ):
-        _refused(invoke(*asked, option, value), f"{option} is", f"saved with {saved}")
+        refused(invoke(*asked, option, value), f"{option} is", f"saved with {present}")
     agreeing = ("--max-kv-size", 48, "--method", "keydiff", "--ratio", 4)
     assert invoke(*asked, *agreeing, "-n", 0).exit_code == 0
-    assert _saved(home, "s").tokens.tolist() == before
+    assert saved(home, "s").tokens.tolist() == before
 
 
 @pytest.mark.parametrize(
@@ -94,4 +82,4 @@ def test_a_saved_session_keeps_its_compression_settings(invoke, tiny, home: Path
 )
 def test_conflicting_options_are_refused_before_the_model_loads(invoke, arguments, said) -> None:
     asked = ("generate", "-p", "x", "--max-kv-size", 48, "-m", "no-such-model")
-    _refused(invoke(*asked, *arguments), said)
+    refused(invoke(*asked, *arguments), said)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cli.durable import refused
 from full_disk import small_files_only
 
 from kvkeep import load_model
@@ -24,15 +25,6 @@ def file(invoke, tiny, tmp_path: Path) -> Path:
     path = tmp_path / "a.kvcal"
     assert invoke("calibrate", "-", "-o", path, "-q", *tiny, input=TEXT).exit_code == 0
     return path
-
-
-def _refused(result, *said: str) -> None:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    for text in said:
-        assert text in lines[0]
 
 
 def test_the_library_can_read_the_file(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
@@ -73,14 +65,14 @@ def test_cheap_checks_run_before_the_model_loads(
     monkeypatch.chdir(tmp_path)
     Path("text").write_text(TEXT)
     asked = ("calibrate", "-", "-o", output, "-m", "no-such-model")
-    _refused(invoke(*asked, input=text), said)
+    refused(invoke(*asked, input=text), said)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
     assert Path("text").read_text() == TEXT
 
 
 def test_too_little_text_leaves_the_file_unchanged(invoke, tiny, file: Path) -> None:
     before = file.read_bytes()
-    _refused(invoke("calibrate", "-", "-o", file, *tiny, input="Too short."), "1536 tokens")
+    refused(invoke("calibrate", "-", "-o", file, *tiny, input="Too short."), "1536 tokens")
     assert file.read_bytes() == before
 
 
@@ -97,7 +89,7 @@ def test_a_full_disk_is_a_one_line_error_and_loses_no_existing_file(
     before = file.read_bytes()
     with small_files_only():
         failed = invoke("calibrate", "-", "-o", file, *tiny, input=TEXT * 2)
-    _refused(failed, f"{file}.unfinished could not be written (File too large)")
+    refused(failed, f"{file}.unfinished could not be written (File too large)")
     assert file.read_bytes() == before
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
@@ -144,8 +136,8 @@ def test_after_ctrl_c_in_the_basis_only_that_is_measured_again(
 
 def test_a_basis_is_made_alone(invoke, tiny, home: Path, monkeypatch, tmp_path: Path) -> None:
     basis_only = ("calibrate", "-", "--basis-only", *tiny)
-    _refused(invoke(*basis_only, input=TEXT), "a basis needs 8960 tokens or more")
-    _refused(invoke(*basis_only, "-o", tmp_path / "a.kvcal", input=TEXT), "leave --output out")
+    refused(invoke(*basis_only, input=TEXT), "a basis needs 8960 tokens or more")
+    refused(invoke(*basis_only, "-o", tmp_path / "a.kvcal", input=TEXT), "leave --output out")
     monkeypatch.setattr(basis, "PASSAGE_TOKENS", 128)
     monkeypatch.setattr(basis, "FOLLOWING_TOKENS", 32)
     result = invoke(*basis_only, input=TEXT)
@@ -166,10 +158,10 @@ def test_a_session_continues_with_its_original_calibration(
     assert begun.exit_code == 0, begun.stderr
     saved = home / "sessions" / "s.kvkeep"
     before = saved.read_bytes()
-    _refused(invoke(*asked, "-m", "no-such-model"), str(saved), "as --calibration")
-    _refused(invoke(*asked, "--calibration", other), "created with")
+    refused(invoke(*asked, "-m", "no-such-model"), str(saved), "as --calibration")
+    refused(invoke(*asked, "--calibration", other), "created with")
     fork = ("sessions", "fork", "s", "s2", "--at", 130)
-    _refused(invoke(*fork), "as --calibration")
+    refused(invoke(*fork), "as --calibration")
     assert saved.read_bytes() == before
     assert invoke(*fork, "--calibration", file).exit_code == 0
     assert invoke(*asked, "--calibration", file).exit_code == 0
@@ -177,17 +169,15 @@ def test_a_session_continues_with_its_original_calibration(
 
 def test_a_superfluous_calibration_is_refused(invoke, tiny, file: Path, home: Path) -> None:
     asked = ("generate", "-p", "One two", "-n", 0, "--calibration", file)
-    _refused(invoke(*asked, *tiny), 'policy "sliding" does not use a calibration')
-    _refused(
-        invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" does not use'
-    )
+    refused(invoke(*asked, *tiny), 'policy "sliding" does not use a calibration')
+    refused(invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" does not use')
     invoke("generate", "-p", "One two", "-n", 0, "--session", "s", *tiny)
-    _refused(invoke(*asked, "--session", "s"), "created without a calibration")
+    refused(invoke(*asked, "--session", "s"), "created without a calibration")
 
 
 def test_a_file_that_is_not_a_calibration_is_named(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text(TEXT)
     asked = ("perplexity", file, "--policy", "archive", "--calibration")
-    _refused(invoke(*asked, file, *tiny), "is not a kvkeep calibration", str(file))
-    _refused(invoke(*asked, tmp_path / "none", *tiny), "none", "does not exist")
+    refused(invoke(*asked, file, *tiny), "is not a kvkeep calibration", str(file))
+    refused(invoke(*asked, tmp_path / "none", *tiny), "none", "does not exist")
