@@ -238,7 +238,8 @@ class _LlamaOutput:
 
     def _final_fields(self, finished: Finished) -> dict[str, Any]:
         usage, body = finished.usage, self.body
-        own = set(OwnFields.model_fields) - body.model_fields_set  # not llama.cpp's
+        others = {*OwnFields.model_fields, "repetition_penalty"}  # not llama.cpp's
+        own = others - body.model_fields_set
         settings = body.model_dump(exclude={"prompt", *own, *(body.model_extra or {})})
         cached_tokens = usage.reuse.tokens
         return {
