@@ -68,11 +68,7 @@ def begin_invoke(reading: AnswerReading, end: str) -> Steps[None]:
 
 def begin_json(reading: AnswerReading) -> Steps[None]:
     """Read the beginning of an object, or of a list of objects, up to the name of a call."""
-    yield from reading.skip_space()
-    if (yield from reading.take("[")):
-        yield from reading.skip_space()
-    yield from reading.expect("{")
-    yield from reading.skip_space()
+    yield from _first_object(reading)
     if (yield from reading.take('"type"')):
         yield from _colon(reading)
         yield from reading.expect('"function"')
@@ -95,13 +91,18 @@ def begin_json_call(reading: AnswerReading) -> Steps[None]:
     yield from reading.expect("{")
 
 
-def begin_command(reading: AnswerReading) -> Steps[None]:
-    """Read the beginning of `[{"tool_call_id": "0", "tool_name": "name"`."""
+def _first_object(reading: AnswerReading) -> Steps[None]:
+    """Read the beginning of an object, or of a list of objects, up to its first key."""
     yield from reading.skip_space()
     yield from reading.take("[")
     yield from reading.skip_space()
     yield from reading.expect("{")
     yield from reading.skip_space()
+
+
+def begin_command(reading: AnswerReading) -> Steps[None]:
+    """Read the beginning of `[{"tool_call_id": "0", "tool_name": "name"`."""
+    yield from _first_object(reading)
     if (yield from reading.take('"tool_call_id"')):
         yield from _colon(reading)
         yield from reading.expect('"')
@@ -115,11 +116,7 @@ def begin_command(reading: AnswerReading) -> Steps[None]:
 
 def begin_keyed(reading: AnswerReading) -> Steps[None]:
     """Read the beginning of `[{"name": {...}}]`."""
-    yield from reading.skip_space()
-    yield from reading.take("[")
-    yield from reading.skip_space()
-    yield from reading.expect("{")
-    yield from reading.skip_space()
+    yield from _first_object(reading)
     yield from _json_name(reading)
     yield from _colon(reading)
 
