@@ -57,7 +57,7 @@ def notes_of_same_text(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LaterFields:
-    """What has changed of a session since its snapshot was saved, beside its text.
+    """Changes of a session's fields since its snapshot was saved; its text is not among them.
 
     revision: of the session with these.
     """

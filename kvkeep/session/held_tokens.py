@@ -1,4 +1,4 @@
-"""Which tokens of a text still have cells, found by comparing serials."""
+"""Finds the tokens of a text that still have cells, by comparing serials."""
 
 from collections.abc import Sequence
 

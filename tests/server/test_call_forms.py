@@ -1,4 +1,4 @@
-"""What servers make of forms of calls that no other test of the grammar of calls has."""
+"""Forms of calls whose grammars the other tests leave out, forced and read by a server."""
 
 import json
 from pathlib import Path
