@@ -156,10 +156,7 @@ GRANITE4_H = MAMBA | {
     "shared_intermediate_size": 112,
     "pad_token_id": 0,
 }
-FALCON_H1 = MAMBA | {
-    "num_hidden_layers": 4,
-    "mamba_d_ssm": 120,
-    "head_dim": 24,
+FALCON_H1_MULTIPLIERS = {
     "lm_head_multiplier": 0.5,
     "embedding_multiplier": 3.0,
     "mlp_multipliers": [0.6, 1.5],
@@ -169,6 +166,12 @@ FALCON_H1 = MAMBA | {
     "ssm_multipliers": [0.5, 1.2, 0.8, 1.1, 0.9],
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.7,
+}
+FALCON_H1 = MAMBA | {
+    "num_hidden_layers": 4,
+    "mamba_d_ssm": 120,
+    "head_dim": 24,
+    **FALCON_H1_MULTIPLIERS,
     **PADDING,
 }
 _STATE, _MLP, _EXPERTS = "linear_attention", "mlp", "moe"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from models.family_configs import FALCON_H1_MULTIPLIERS
 from tiny_gguf import SIZES
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
@@ -131,17 +132,6 @@ FALCON_H1 = {
     "mamba_d_state": 32,
     "head_dim": 32,
     **PADDING,
-}
-FALCON_H1_MULTIPLIERS = {
-    "lm_head_multiplier": 0.5,
-    "embedding_multiplier": 3.0,
-    "mlp_multipliers": [0.6, 1.5],
-    "key_multiplier": 0.7,
-    "attention_in_multiplier": 1.3,
-    "attention_out_multiplier": 0.8,
-    "ssm_multipliers": [0.5, 1.2, 0.8, 1.1, 0.9],
-    "ssm_in_multiplier": 1.25,
-    "ssm_out_multiplier": 0.7,
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from models.family_configs import FALCON_H1_MULTIPLIERS
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.spec.config import spec_from_config
@@ -114,15 +115,7 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "projectors_bias": True,
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
-        "lm_head_multiplier": 0.5,
-        "embedding_multiplier": 3.0,
-        "mlp_multipliers": [0.6, 1.5],
-        "key_multiplier": 0.7,
-        "attention_in_multiplier": 1.3,
-        "attention_out_multiplier": 0.8,
-        "ssm_multipliers": [0.5, 1.2, 0.8, 1.1, 0.9],
-        "ssm_in_multiplier": 1.25,
-        "ssm_out_multiplier": 0.7,
+        **FALCON_H1_MULTIPLIERS,
     },
     "NemotronH": {
         "num_hidden_layers": None,
