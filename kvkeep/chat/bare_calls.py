@@ -3,11 +3,10 @@
 JSON of a call, in a block of code or not; a list of calls as in Python; a name and JSON below it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvkeep.chat.call_beginnings import Begin, begin_json_call, begin_python, comes_next
-from kvkeep.chat.call_syntax import FENCE, close_block, read_arguments
+from kvkeep.chat.call_beginnings import begin_json_call, begin_python
+from kvkeep.chat.call_form import FENCE, BareForm, close_block, read_arguments
 from kvkeep.chat.json_calls import read_json_calls
 from kvkeep.chat.messages import NAMESPACE_SEPARATOR
 from kvkeep.chat.python_calls import read_python_calls
@@ -16,29 +15,6 @@ from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 _FENCES = (f"{FENCE}json", FENCE)
 _MODULES = ("", "functions.", "tools.", "default_api.")
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
-
-
-@dataclass(frozen=True)
-class BareForm:
-    """A form of calls without a marker.
-
-    begin: reads the beginning of a call, as those in `call_beginnings.py` do.
-    read: reads such calls from their beginning. is_json: whether an answer by a grammar may look
-    the same. in_text: whether they may begin a line of text too, with a bracket.
-    """
-
-    begin: Begin
-    read: Callable[[AnswerReading], Steps[None]]
-    is_json: bool = True
-    in_text: bool = False
-
-
-def bare_form_next(reading: AnswerReading, forms: Sequence[BareForm]) -> Steps[BareForm | None]:
-    """Return the form in which a call comes next. Nothing is read."""
-    for form in forms if reading.scanner.rest else ():
-        if (yield from comes_next(reading, form.begin)):
-            return form
-    return None
 
 
 def _read_json(reading: AnswerReading) -> Steps[None]:
@@ -75,14 +51,6 @@ def _begin_python_list(reading: AnswerReading) -> Steps[None]:
 def _read_python_list(reading: AnswerReading) -> Steps[None]:
     yield from read_python_calls(reading)
     yield from reading.written_text()
-
-
-def read_recipient(reading: AnswerReading) -> Steps[None]:
-    """Read a call by its name, or `all` before text, which is no text."""
-    if (yield from reading.take("all\n")):
-        reading.scanner.mark()
-    else:
-        yield from _read_named_call(reading)
 
 
 def _written_names(names: Iterable[str]) -> Iterator[str]:

@@ -5,65 +5,14 @@ must be the first member, besides the type.
 """
 
 import re
-from collections.abc import Callable
 
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps, tool_name
-from kvkeep.chat.scanner import SPACE
-from kvkeep.chat.tagged_calls import (
-    FUNCTION,
-    GLM_MARKERS,
-    INVOKE_TAGS,
-    LABEL,
-    begin_function_tag,
-)
 
-Begin = Callable[[AnswerReading], Steps[None]]
-TAG_END = "</tool_call>"
-_NAME = re.compile(r"[\w.:-]{1,256}")
 _JSON_NAME = re.compile(r'[^"\\\n\ud800-\udfff]{1,256}')
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
 _PYTHON_KEY = re.compile(r"[A-Za-z_]\w{0,255}")
 _JSON_ID = re.compile(r'[^"\\\n\ud800-\udfff]{0,64}')
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
-
-
-def comes_next(reading: AnswerReading, begin: Begin) -> Steps[bool]:
-    """Return whether a beginning comes next. Nothing is read."""
-    reading.scanner.mark()
-    reading.names_tool = False
-    try:
-        yield from begin(reading)
-    except NotACall:
-        return False
-    finally:
-        reading.names_tool = False
-        reading.scanner.unread()
-    return True
-
-
-def begin_tagged(reading: AnswerReading, end: str = TAG_END) -> Steps[None]:
-    """Read JSON, Qwen3-Coder's tag or GLM's name. end: the marker behind the calls."""
-    yield from reading.skip_space()
-    if (yield from reading.take(FUNCTION)):
-        yield from begin_function_tag(reading, block_end=end)
-    elif (yield from reading.comes_next("[", "{")):
-        yield from begin_json(reading)
-    else:
-        reading.require_tool((yield from reading.take_match(LABEL)).strip(SPACE))
-        yield from reading.skip_space()
-        yield from reading.expect(GLM_MARKERS[0], end)
-
-
-def begin_function(reading: AnswerReading) -> Steps[None]:
-    """Read a name behind `<function=` that no `<tool_call>` stands before."""
-    yield from begin_function_tag(reading)
-
-
-def begin_invoke(reading: AnswerReading, end: str) -> Steps[None]:
-    """Read `<invoke name="...">`. end: the marker behind the calls."""
-    yield from reading.skip_space()
-    yield from reading.expect(INVOKE_TAGS.function)
-    yield from begin_function_tag(reading, INVOKE_TAGS, end)
 
 
 def begin_json(reading: AnswerReading) -> Steps[None]:
@@ -145,44 +94,6 @@ def begin_json_or_python(reading: AnswerReading) -> Steps[None]:
     yield from reading.take("[")
     is_json = (yield from reading.skip_space()) == "{"
     yield from (begin_json if is_json else begin_python)(reading)
-
-
-def begin_mistral(reading: AnswerReading) -> Steps[None]:
-    """Read the beginning of JSON, or a name before `[CALL_ID]`, `[ARGS]` or JSON."""
-    if (yield from reading.skip_space()) in ("{", "["):
-        yield from begin_json(reading)
-        return
-    reading.require_tool((yield from reading.take_match(_NAME)))
-    yield from reading.skip_space()
-    yield from reading.expect("[CALL_ID]", "[ARGS]", "{")
-
-
-def begin_deepseek(reading: AnswerReading, separator: str, opener: str = "") -> Steps[None]:
-    """Read `name` and its separator, or `function`, the separator, a name and a line.
-
-    opener: the marker of a call, if a marker of a block of calls was before it.
-    """
-    yield from reading.skip_space()
-    if opener:
-        yield from reading.expect(opener)
-        yield from reading.skip_space()
-    name = yield from reading.take_match(_NAME)
-    yield from reading.skip_space()
-    yield from reading.expect(separator)
-    if (yield from reading.skip_space()) != "{":
-        name = yield from reading.take_match(_NAME)
-        yield from reading.skip_space()
-        yield from reading.expect("```json")
-    reading.require_tool(name)
-
-
-def begin_gemma(reading: AnswerReading) -> Steps[None]:
-    """Read `call:name{`."""
-    yield from reading.skip_space()
-    yield from reading.expect("call:")
-    reading.require_tool((yield from reading.take_match(_NAME)).strip(SPACE))
-    yield from reading.skip_space()
-    yield from reading.expect("{")
 
 
 def _json_name(reading: AnswerReading) -> Steps[None]:

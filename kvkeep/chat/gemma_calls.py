@@ -31,6 +31,15 @@ def read_gemma_call(reading: AnswerReading, quote: str) -> Steps[None]:
         yield reading.end_call()
 
 
+def begin_gemma_call(reading: AnswerReading) -> Steps[None]:
+    """Read `call:name{`."""
+    yield from reading.skip_space()
+    yield from reading.expect("call:")
+    reading.require_tool((yield from reading.take_match(_NAME)).strip(SPACE))
+    yield from reading.skip_space()
+    yield from reading.expect("{")
+
+
 def _read_object(reading: AnswerReading, quote: str, depth: int) -> Steps[None]:
     yield from reading.expect("{")
     opening = "{"

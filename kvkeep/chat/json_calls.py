@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 from kvkeep.chat.json_text import JsonText
+from kvkeep.chat.messages import ToolCall
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 
 _NAME_KEYS = ("name", "tool_name", "function")
@@ -14,6 +16,12 @@ _NAME_BEGINNING = re.compile(r'"name"\s*:\s*"([^"]*)("?)')
 def bare_call_beginning(name: str) -> str:
     """Return how a call without markers begins where other answers are JSON too."""
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": {{'
+
+
+def write_json_calls(calls: Sequence[ToolCall]) -> str:
+    """Return calls as a list of JSON objects."""
+    objects = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    return json.dumps(objects, ensure_ascii=False)
 
 
 def read_json_calls(

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from kvkeep.chat.bare_calls import BareForm, bare_form_next
-from kvkeep.chat.call_beginnings import comes_next
-from kvkeep.chat.call_syntax import CallForm
+from kvkeep.chat.call_form import BareForm, CallForm, bare_form_next, comes_next
 from kvkeep.chat.channels import read_channels
 from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from kvkeep.chat.formats.registry import detect_format, format_by_name
 from kvkeep.chat.inserted_texts import insert_texts
 from kvkeep.chat.message_rewriting import (
     TEXT_LEFT_OUT,
@@ -22,7 +23,7 @@ from kvkeep.chat.messages import (
     TextPart,
     media_warnings,
 )
-from kvkeep.chat.output_format import OutputFormat, detect_format, format_by_name
+from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.prefill import open_reasoning, write_prefill
 from kvkeep.chat.rendered_calls import RenderedCall

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.chat.call_syntax import CallText
+from kvkeep.chat.call_form import CallText
 from kvkeep.chat.inserted_texts import call_mark
 from kvkeep.chat.messages import (
     Message,

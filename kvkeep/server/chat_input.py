@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.chat.formats.registry import format_warnings
 from kvkeep.chat.messages import Chat
 from kvkeep.chat.output import CallEnded, OutputEvent
-from kvkeep.chat.output_format import format_warnings
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.renderer import ChatRenderer, RenderedPrompt, RenderOptions
 from kvkeep.chat.written import written_answer

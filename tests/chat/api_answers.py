@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from kvkeep.chat import anthropic_messages, ollama_chat, openai_chat, openai_responses
+from kvkeep.chat.formats.registry import FORMATS
 from kvkeep.chat.messages import Chat
-from kvkeep.chat.output_format import FORMATS
 from tests.chat.written_answers import FORMS, Form
 
 Part = tuple[str, Any]  # kind, and a text or (name, arguments)

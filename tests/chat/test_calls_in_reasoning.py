@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvkeep.chat.output_format import format_by_name
+from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.chat.output_reader import OutputReader
 from tests.chat.test_output_reader import TOOLS, described, read
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.chat.formats.registry import FORMATS
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -14,7 +15,6 @@ from kvkeep.chat.messages import (
     ToolCall,
     ToolResult,
 )
-from kvkeep.chat.output_format import FORMATS
 from tests.chat.api_answers import APIS, Part, form_cases, streams, write
 from tests.chat.written_answers import FORMS
 from tests.scripted_model import ScriptedEngine, family_model

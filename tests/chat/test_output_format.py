@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.chat.output_format import FORMATS, detect_format, format_by_name
+from kvkeep.chat.formats.registry import FORMATS, detect_format, format_by_name
 from kvkeep.chat.renderer import ChatRenderer
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model

@@ -14,6 +14,7 @@ from chat.written_answers import TOOLS as WRITTEN_TOOLS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvkeep.chat.formats.registry import FORMATS, format_by_name
 from kvkeep.chat.messages import Tool, ToolCall
 from kvkeep.chat.output import (
     CallArguments,
@@ -23,7 +24,7 @@ from kvkeep.chat.output import (
     TextDelta,
     joined_output,
 )
-from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
+from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.python_calls import is_python_call
 from tests.chat.chats import ARGUMENTS, JSON_VALUES

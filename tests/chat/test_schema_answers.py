@@ -9,8 +9,9 @@ from chat.written_answers import FORMS, TOOLS, Form, format_of, marked
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep.chat.formats.registry import FORMATS, format_by_name
 from kvkeep.chat.output import Output
-from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
+from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.output_reader import OutputReader
 
 NAMES = [tool.name for tool in TOOLS]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output_format import format_by_name
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.chat.tagged_calls import value_types
 from tests.chat.test_output_reader import described, read

@@ -8,8 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvkeep.chat.formats.registry import FORMATS, format_by_name
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output_format import FORMATS, OutputFormat, format_by_name
+from kvkeep.chat.output_format import OutputFormat
 
 _MARK = "\x00"  # around the markers that a form writes, so not around the same text in a value
 _SCHEMA = {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import ReasoningDelta, TextDelta
-from kvkeep.chat.output_format import format_by_name
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.engine import Finished, GeneratedToken
 from kvkeep.server.answer_tokens import AnswerTokens

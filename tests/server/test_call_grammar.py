@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvkeep.chat.formats.registry import FORMATS
 from kvkeep.chat.messages import (
     Chat,
     Message,
@@ -21,7 +22,6 @@ from kvkeep.chat.messages import (
     ToolResult,
 )
 from kvkeep.chat.openai_tools import parse_tools
-from kvkeep.chat.output_format import FORMATS
 from kvkeep.chat.output_reader import OutputReader
 from kvkeep.model import Model
 from kvkeep.server.answer_grammar import compile_answer, compile_answer_or_calls

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.chat.call_syntax import TAGGED
-from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.chat.formats.registry import format_by_name
+from kvkeep.chat.formats.tagged import TAGGED
+from kvkeep.chat.output_format import OutputFormat
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server import no_calls

@@ -11,8 +11,9 @@ import pytest
 import torch
 from server.conftest import RunningServer, serving
 
+from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.output_format import OutputFormat, format_by_name
+from kvkeep.chat.output_format import OutputFormat
 from kvkeep.chat.tool_schemas import function_fields
 from kvkeep.engine import Engine, Generation, GenerationRequest
 from kvkeep.model import Model

@@ -11,8 +11,8 @@ from unittest import mock
 import httpx
 import pytest
 
+from kvkeep.chat.formats.registry import FORMATS
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool
-from kvkeep.chat.output_format import FORMATS
 from kvkeep.server.grammar import Grammar
 from tests.chat.api_answers import APIS, form_cases, streams
 from tests.chat.test_families import SIGNS

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.chat.output_format import format_by_name
+from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.model import Model
 from kvkeep.session.stop_gate import ReasoningMarkers
 from kvkeep.session.streaming import TextStream

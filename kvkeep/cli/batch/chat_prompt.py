@@ -78,9 +78,9 @@ def render_chat(model: "Model", body: Mapping[str, Any]) -> ChatPrompt:
 
     Raises InvalidArgument for messages, tools or a schema that are not valid or not supported.
     """
+    from kvkeep.chat.formats.registry import format_warnings
     from kvkeep.chat.openai_chat import parse_chat
     from kvkeep.chat.openai_tools import hosted_tools
-    from kvkeep.chat.output_format import format_warnings
     from kvkeep.chat.renderer import RenderOptions
 
     chat = parse_chat(body)
