@@ -132,7 +132,8 @@ def _parse_tool(entry: Any, where: str, deferring: bool) -> Tool:
     if known is not None:
         return replace(known, name=name, deferred=deferred)
     fields: dict[str, Any] = {"parameters": canonical_schema(schema)} if schema else {}
-    return Tool(name, description, deferred=deferred, **fields)
+    strict = entry.get("strict") is True
+    return Tool(name, description, deferred=deferred, strict=strict, **fields)
 
 
 def parse_choice(value: Any, entries: Any, tools: Sequence[Tool]) -> ToolChoice:
@@ -161,9 +162,11 @@ def parse_choice(value: Any, entries: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 def format_tool(tool: Tool) -> dict[str, Any]:
     """Return a tool as an entry of `tools`."""
-    fields = {"name": tool.name, "input_schema": tool.parameters}
+    fields: dict[str, Any] = {"name": tool.name, "input_schema": tool.parameters}
     if tool.description:
         fields["description"] = tool.description
+    if tool.strict:
+        fields["strict"] = True
     return {**fields, "defer_loading": True} if tool.deferred else fields
 
 

@@ -95,7 +95,8 @@ class Message:
 class Tool:
     """A tool that the model may call.
 
-    A custom tool takes text: the model sees a function with one parameter, "input".
+    A custom tool takes text: the model sees a function with one parameter, "input". strict: whether
+    the arguments of its calls must follow `parameters`.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Tool:
     namespace: str = ""
     # Described in the conversation, where it refers to the tool, and not before it.
     deferred: bool = False
+    strict: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)

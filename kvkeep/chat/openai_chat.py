@@ -183,11 +183,13 @@ def format_generated_call(
 def format_tool(tool: Tool) -> dict[str, Any]:
     if tool.kind == "custom":
         return {"type": "custom", "custom": {"name": tool.name, "description": tool.description}}
-    function = {
+    function: dict[str, Any] = {
         "name": tool.name,
         "description": tool.description,
         "parameters": dict(tool.parameters),
     }
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

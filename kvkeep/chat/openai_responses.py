@@ -247,7 +247,7 @@ def _format_tool(tool: Tool) -> dict[str, Any]:
     name = own_name(tool.name, tool.namespace)
     fields: dict[str, Any] = {"type": tool.kind, "name": name, "description": tool.description}
     if tool.kind == "function":
-        fields |= {"parameters": dict(tool.parameters), "strict": False}
+        fields |= {"parameters": dict(tool.parameters), "strict": tool.strict}
     return {**fields, "defer_loading": True} if tool.deferred else fields
 
 

@@ -201,8 +201,11 @@ def _parse_tool(entry: Any, kind: Any, where: str, namespace: str = "") -> Tool:
     schema = fields.get("parameters")
     if schema is not None:
         expect_mapping(schema, f"{where}.parameters")
-    fields = {"parameters": canonical_schema(schema)} if schema else {}
-    return Tool(name, description, namespace=namespace, deferred=deferred, **fields)
+    schema_fields = {"parameters": canonical_schema(schema)} if schema else {}
+    strict = fields.get("strict") is True
+    return Tool(
+        *(name, description), namespace=namespace, deferred=deferred, strict=strict, **schema_fields
+    )
 
 
 def _parse_name(fields: Mapping[str, Any], where: str) -> str:

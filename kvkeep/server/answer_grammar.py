@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from kvkeep.chat.messages import Chat, Tool
@@ -11,16 +12,17 @@ from kvkeep.chat.renderer import RenderedPrompt
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.call_grammar import (
-    WRITABLE,
     AllowedCalls,
     forced_call_schema,
-    write_calls,
+    write_bare_calls,
     write_rendered_call,
 )
+from kvkeep.server.call_writers import WRITABLE, write_calls
 from kvkeep.server.grammar import ANY_OBJECT, Grammar, compile_grammar
 from kvkeep.server.lark_rules import LarkRules, compact_json, json_value
 from kvkeep.server.no_calls import CallsForbidden
 from kvkeep.server.reasoning_budget import reasoning_constraint
+from kvkeep.server.strict_calls import RulesBehindText, StrictCalls, StrictGrammar, call_openers
 from kvkeep.session.sampling import Constraint
 
 _CHANNELS = "harmony"  # the format in whose channels calls have headers
@@ -35,7 +37,7 @@ class AnswerGrammar:
     schema_calls: with a schema, the tools whose calls may be bare JSON; see `OutputReader`.
     has_header: whether the grammar includes the header of the answer's channel, if any.
     forbids_calls: whether no call may begin although the prompt describes tools. tools: those that
-    may be called.
+    may be called. strict: the grammar of calls if some are of strict tools and the text is free.
     """
 
     grammar: Grammar | None = None
@@ -43,11 +45,13 @@ class AnswerGrammar:
     has_header: bool = False
     forbids_calls: bool = False
     tools: tuple[Tool, ...] = ()
+    strict: StrictGrammar | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """The parts of the schemas that are not followed, in words."""
-        return self.grammar.warnings if self.grammar else ()
+        grammar = self.grammar or self.strict
+        return grammar.warnings if grammar else ()
 
     def constraint(
         self, model: Model, prompt: RenderedPrompt, reasoning_budget: int | None = None
@@ -72,6 +76,8 @@ class AnswerGrammar:
         )
         if self.forbids_calls and not output_format.channels:
             return CallsForbidden(model.text, output_format, constraint)
+        if self.strict is not None:
+            return StrictCalls(model.text, output_format, self.strict, constraint)
         return constraint
 
 
@@ -80,8 +86,9 @@ def compile_answer(
 ) -> AnswerGrammar:
     """Compile the grammar of a forced call, of a JSON schema or of GBNF; a large one takes seconds.
 
-    Besides an answer by a schema, calls of the tools stay possible. Raises InvalidArgument for an
-    invalid schema or grammar, or for a combination of them.
+    Besides an answer by a schema, calls of the tools stay possible. In free text, those of strict
+    tools follow their schemas. Raises InvalidArgument for an invalid schema or grammar, or for a
+    combination of them.
     """
     tools = chat.callable_tools
     if chat.choice.mode == "required":
@@ -90,6 +97,8 @@ def compile_answer(
         )
     if schema is None and not gbnf and not tools:
         return AnswerGrammar(forbids_calls=bool(chat.tools))
+    if schema is None and not gbnf:
+        return AnswerGrammar(tools=tools, strict=_compile_strict(model, tools))
     if schema is None or gbnf or not tools:
         no_calls = None if schema is None else frozenset[str]()
         return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls, tools=tools)
@@ -150,6 +159,44 @@ def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) 
         return Grammar.from_lark(model, rules.text(write_rendered_call(form, rules, tools)))
 
     return _first_supported(model, tools, compiled)
+
+
+def _compile_strict(model: Model, tools: Sequence[Tool]) -> StrictGrammar | None:
+    """Compile the grammar of calls that the model makes of its own accord, if a tool is strict."""
+    form = _call_form(model)
+    if form not in WRITABLE or not any(tool.strict for tool in tools):
+        return None
+    entries = [
+        (tool.name, tool.parameters if tool.strict else ANY_OBJECT, tool.strict) for tool in tools
+    ]
+    return _compiled_strict(model, form, json.dumps(entries))
+
+
+@lru_cache(maxsize=8)
+def _compiled_strict(model: Model, form: str, tools_json: str) -> StrictGrammar:
+    """Compile the grammar of tools: hundreds take a second, and agents send the same each time."""
+    output_format, markers = model.renderer.output_format, (_marker_ids(model), model.end_token_ids)
+    tools = [
+        Tool(name, parameters=parameters, strict=strict)
+        for name, parameters, strict in json.loads(tools_json)
+    ]
+
+    def behind_opener(tools: Sequence[Tool]) -> Grammar:
+        rules = RulesBehindText(*markers, call_openers(output_format))
+        return Grammar.from_lark(model, rules.text(write_calls(form, AllowedCalls(rules, tools))))
+
+    def at_start(tools: Sequence[Tool]) -> Grammar:
+        rules = LarkRules(*markers)
+        keys = ("arguments", "parameters") if output_format.bare_json else ("arguments",)
+        calls = write_bare_calls(AllowedCalls(rules, tools), keys)
+        return Grammar.from_lark(model, rules.text(calls))
+
+    may_be_bare = any(form.is_json for form in output_format.bare_calls)
+    return StrictGrammar(
+        tools,
+        _first_supported(model, tools, behind_opener),
+        _first_supported(model, tools, at_start) if may_be_bare else None,
+    )
 
 
 def _first_supported(

@@ -4,6 +4,7 @@ Each known argument comes at most once, in the order of the schema, and with a v
 types. What is inside of arrays and objects is free.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,16 @@ class ValueSyntax:
     null: str = "null"
     comma: str = "/, ?/"
     colon: str = "/: ?/"
+
+    def scalar(self, value: str | float | bool | None) -> str:
+        """Return the expression of one value that is neither a list nor an object."""
+        if isinstance(value, str):
+            return self.text(value)
+        if value is None:
+            return literal(self.null)
+        if isinstance(value, bool):
+            return literal(self.true if value else self.false)
+        return literal(json.dumps(value))
 
 
 def python_syntax() -> ValueSyntax:
@@ -61,8 +72,8 @@ def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: s
         return f"({item} ({syntax.comma} {item})*)?"
     items = []
     for key, schema, is_required in _properties(tool):
-        values = [syntax.text(text) for text in _enum_texts(schema)]
-        if schema.get("type") == "integer":
+        values = list(map(syntax.scalar, _choices(schema)))
+        if not values and schema.get("type") == "integer":
             values = [f"/{_INTEGER}/"]
         types = sorted(value_types(tool, key) & frozenset(_TYPES))
         values = values or [f"value_{name}" for name in types] or ["value"]
@@ -121,8 +132,16 @@ def _properties(tool: Tool) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
         yield key, schema if isinstance(schema, Mapping) else {}, is_required
 
 
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the allowed values, if they are stated and none is a list or an object."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return []
+    is_scalars = not any(isinstance(value, list | Mapping) for value in values)
+    return values if is_scalars else []
+
+
 def _enum_texts(schema: Mapping[str, Any]) -> list[str]:
     """Return the allowed texts, if no other values are allowed; otherwise nothing."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    is_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return list(values) if isinstance(values, list) and is_texts else []
+    values = _choices(schema)
+    return values if all(isinstance(value, str) for value in values) else []

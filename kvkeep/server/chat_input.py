@@ -130,7 +130,8 @@ class ChatInput:
         """
         model = self.context.service.model
         arguments = (model, self.chat, schema, gbnf)
-        if schema is None and not gbnf and not self.forced:  # nothing to compile
+        is_strict = any(tool.strict for tool in self.chat.callable_tools)
+        if schema is None and not gbnf and not self.forced and not is_strict:  # nothing to compile
             answer = compile_answer(*arguments)
         else:
             compiler = self.context.service.compiler

@@ -1,7 +1,7 @@
 """Constrained decoding by a JSON schema or a grammar, with llguidance's token masks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import Any
@@ -139,9 +139,18 @@ class Grammar:
         """Whether no more tokens may come, and the model has no end token to sample."""
         return self._substitute_eos_id is not None and bool(self._matcher.is_stopped())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text so far is a text of the grammar."""
+        return bool(self._matcher.is_accepting() or self._matcher.is_stopped())
+
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Append tokens. Returns False if the text cannot go on with them; then it is of no use."""
+        return bool(self._matcher.try_consume_tokens(list(tokens)) == len(tokens))
 
 
 def _json_grammar(schema_json: str) -> str:

@@ -74,7 +74,7 @@ class LarkRules:
             later = f"{separator} {item} {rest}"
             alone = f"{item} {rest}"
             if not is_required:
-                later = f"({later})?"
+                later = f"{later} | {rest}" if rest else f"({later})?"
                 alone = f"{alone} | {first}" if first else f"({alone})?"
             first, rest = self.add(alone), self.add(later)
         return first

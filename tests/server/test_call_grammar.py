@@ -54,14 +54,15 @@ WEATHER = Tool(
 )
 SHELL = Tool("run-shell", parameters={"type": "object", "properties": {}})
 FREE = Tool("free", parameters={"type": "object"})
+WEATHER_VALUES: dict[str, Any] = {
+    "text": 'a "b" </x> \\',
+    "count": -2,
+    "unit": "C",
+    "place": {"name": "Rome"},
+    "tags": ["x", "y"],
+}
 VALUES: dict[str, dict[str, Any]] = {
-    "weather": {
-        "text": 'a "b" </x> \\',
-        "count": -2,
-        "unit": "C",
-        "place": {"name": "Rome"},
-        "tags": ["x", "y"],
-    },
+    "weather": WEATHER_VALUES,
     "run-shell": {},
     "free": {"any": "thing"},
 }
@@ -108,7 +109,14 @@ def test_calls_and_answers_are_allowed_and_nothing_else(form_name: str, tmp_path
     assert grammar.warnings == ()
     for tool, values in VALUES.items():
         assert accepts(model, grammar, written(form_name, [(tool, values)])), tool
-    assert accepts(model, grammar, written(form_name, [("weather", {"text": "a"})]))
+    for left_out in (
+        ["count", "unit"],
+        ["unit", "tags"],
+        ["count", "place"],
+        list(WEATHER_VALUES)[1:],
+    ):
+        some = {key: value for key, value in WEATHER_VALUES.items() if key not in left_out}
+        assert accepts(model, grammar, written(form_name, [("weather", some)])), left_out
     if FORMS[form_name].output_format != "harmony":
         calls = list(VALUES.items())
         assert accepts(model, grammar, written(form_name, calls))

@@ -127,7 +127,7 @@ def test_text_around_calls_is_the_same_streamed(
     "text",
     [
         CALL.replace("weather", "unknown"),
-        '{"name": "weather", "arguments": {"city": "Rome"}}',
+        'So: {"name": "weather", "arguments": {"city": "Rome"}}',
         CALL.replace('{"city": "Rome"}', "[1]"),
         "<tool_call> is a tag <",
         "a < b and\n\n",

@@ -1,0 +1,172 @@
+"""Calls of strict tools follow their schemas in every form; all other text stays free."""
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import jsonschema
+import pytest
+import torch
+from server.conftest import serving
+
+from kvkeep.chat.messages import Chat, Message, TextPart, Tool
+from kvkeep.chat.output import CallEnded, GeneratedCall
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.model import Model
+from kvkeep.server.answer_grammar import compile_answer
+from kvkeep.server.strict_calls import StrictCalls
+from kvkeep.session.sampling import Constraint, Sampling
+from tests.chat.api_answers import APIS, form_cases, streams
+from tests.chat.written_answers import FORMS
+from tests.scripted_model import ScriptedConstraint, ScriptedEngine
+from tests.server.test_call_grammar import model_of, written
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+}
+# Without free text, which random tokens would hardly end.
+SWITCH = {
+    "type": "object",
+    "properties": {
+        "mode": {"enum": ["on", "off"]},
+        "hours": {"enum": [3, 12]},
+        "quiet": {"type": "boolean"},
+    },
+    "required": ["mode", "quiet"],
+}
+WEATHER = Tool("weather", parameters=CITY, strict=True)
+FREE = Tool("look_up", parameters=CITY)
+QUESTION = Chat((Message("user", (TextPart("How is the weather?"),)),), (WEATHER, FREE))
+ROME = ("weather", {"city": "Rome", "unit": "C"})
+FOLLOWED = [name for name in FORMS if name != "functionary"]  # its prompt ends with its opener
+
+
+def constraint_of(model: Model, chat: Chat = QUESTION, budget: int | None = None) -> Constraint:
+    prompt = model.renderer.render(chat)
+    constraint = compile_answer(model, chat).constraint(model, prompt, budget)
+    assert constraint is not None
+    return constraint
+
+
+def refused_at(model: Model, constraint: Constraint, ids: Sequence[int]) -> int | None:
+    """Return the first index of a token that a constraint does not allow; None if there is none."""
+    for place, token in enumerate(ids):
+        if constraint.masked(torch.zeros(model.text.vocab_size))[token] != 0.0:
+            return place
+        constraint.accept(token)
+    return None
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_arguments_of_strict_tools_must_follow_the_schema(name: str, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path)
+
+    def refuses(text: str) -> bool:
+        ids = model.text.encode(text, special=True)
+        return refused_at(model, constraint_of(model), ids) is not None
+
+    assert not refuses(written(name, [ROME]))
+    for values in ({"city": "Rome", "unit": "K"}, {"city": "Rome"}, {"unit": "C"}):
+        assert refuses(written(name, [("weather", values)])), values
+    for values in ({"city": "Rome", "unit": "K"}, {"other": 3}):  # of a tool that is not strict
+        assert not refuses(written(name, [("look_up", values)])), values
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_text_around_calls_is_free(name: str, tmp_path: Path) -> None:
+    model, form = model_of(name, tmp_path), FORMS[name]
+    call = written(name, [ROME])
+    text = 'Let me see. <tool_call> and ```json are <|channel|> markers.\n{"name": 3}\n'
+    beginning = text if form.text_first and form.output_format != "harmony" else ""
+    for answer in (f"{beginning}{call}", f"{call}\n{text}", f"{beginning}{call}\n{text}{call}"):
+        ids = model.text.encode(answer, special=True)
+        assert refused_at(model, constraint_of(model), ids) is None, answer
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_random_calls_follow_the_schema(name: str, tmp_path: Path) -> None:
+    """A call's beginning is given, and its other tokens are any that are allowed."""
+    model, random = model_of(name, tmp_path), Random(name)
+    chat = replace(QUESTION, tools=(Tool("switch", parameters=SWITCH, strict=True), FREE))
+    ids = model.text.encode(written(name, [("switch", {"mode": "on"})]), special=True)
+    named = next(n for n in range(len(ids)) if "switch" in model.text.decode(ids[:n]))
+    for _ in range(5):
+        (call,) = random_calls(model, chat, ids[:named], random)
+        assert (call.name, call.complete) == ("switch", True)
+        jsonschema.validate(json.loads(call.arguments), SWITCH)
+
+
+def random_calls(
+    model: Model, chat: Chat, beginning: Sequence[int], random: Random
+) -> list[GeneratedCall]:
+    """Return the calls in an answer of random tokens behind its beginning, up to the first end."""
+    constraint, zeros = constraint_of(model, chat), torch.zeros(model.text.vocab_size)
+    control_text = model.text.control_text
+    reader = OutputReader(
+        model.renderer.output_format, chat.callable_tools, control_text=control_text
+    )
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for place in range(2000):
+        allowed = (constraint.masked(zeros) == 0.0).nonzero().flatten().tolist()
+        token = beginning[place] if place < len(beginning) else random.choice(allowed)
+        constraint.accept(token)
+        is_control = model.text.is_control(token)
+        piece = token if is_control else decoder.decode(model.text.token_bytes(token))
+        if any(isinstance(event, CallEnded) for event in reader.push([piece])):
+            break
+    reader.finish()
+    return reader.output.calls
+
+
+@pytest.mark.parametrize(("name", "api"), form_cases(FOLLOWED))
+def test_answers_with_such_calls_are_the_same(name: str, api: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    model = model_of(name, tmp_path)
+    text = "Let me see.\n" if form.text_first and form.output_format != "harmony" else ""
+    parts = [("call", ROME)] if not text else [("text", text.strip()), ("call", ROME)]
+    answer = f"{text}{form.write_calls([ROME])}".replace("\x00", "")
+    options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
+    engine = ScriptedEngine(model, lambda prompt: answer, **options)
+    with serving(engine) as server, server.client() as client:
+        assert APIS[api](client, QUESTION, streams(name, api, 0)) == parts
+
+
+def test_what_another_constraint_forces_ends_a_call(tmp_path: Path) -> None:
+    """Such as the budget of the reasoning, in which a model may write calls too."""
+    model = model_of("hermes", tmp_path)
+    end = model.text.encode("</think>", special=True)
+    ids = model.text.encode('<tool_call>\n{"name": "weather"', special=True) + end
+    strict = compile_answer(model, QUESTION).strict
+    assert strict is not None
+    within = ScriptedConstraint(ids, None)
+    constraint = StrictCalls(model.text, model.renderer.output_format, strict, within)
+    assert refused_at(model, constraint, ids) is None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_default_model_completes_a_call_by_the_schema(smollm2: Model, strict: bool) -> None:
+    """It is given the beginning, as it writes no call of its own accord."""
+    chat = replace(QUESTION, tools=(replace(WEATHER, strict=strict),))
+    prompt = smollm2.renderer.render(chat)
+    constraint = compile_answer(smollm2, chat).constraint(smollm2, prompt)
+    beginning = smollm2.text.encode('<tool_call>\n{"name": "weather", "arguments":')
+    session = smollm2.session(max_kv_size=2048)
+    session.feed([*prompt.ids, *beginning])
+    if constraint is not None:
+        for token in beginning:
+            constraint.accept(token)
+    text = "".join(session.stream(80, Sampling(constraint=constraint)))
+    assert begins_with_json_of_the_schema(text) == strict
+
+
+def begins_with_json_of_the_schema(text: str) -> bool:
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text.strip())
+    except ValueError:
+        return False
+    return jsonschema.Draft202012Validator(CITY).is_valid(value)
