@@ -97,6 +97,9 @@ def test_the_answer_is_calls_or_json_by_the_schema(name: str, api: str, tmp_path
     ]
     if not is_harmony:  # whose answers begin with reasoning
         cases += [(call, [ROME]), (answer, [("text", answer)])]
+    start = form.reasoning[0].replace("\x00", "")
+    if start not in markers and not is_harmony:  # a text that only prompts have
+        cases = cases[2:]
     answers: list[str] = []
     options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
     engine = ScriptedEngine(model, lambda prompt: answers.pop(0), **options)
