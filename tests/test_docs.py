@@ -251,7 +251,8 @@ def run(command: str, fails: bool = False) -> tuple[str, str]:
         return process.stdout, process.stdout + process.stderr
     words = shlex.split(command)
     assert words.pop(0) == "kvkeep"
-    result = CliRunner().invoke(main, words, input="Hi there.\n")
+    typed = "Hi there.\n" if words[0] == "chat" else ""
+    result = CliRunner().invoke(main, words, input=typed)
     assert result.exit_code == (2 if fails else 0), (command, result.output)
     return result.stdout, result.output
 
