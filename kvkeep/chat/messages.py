@@ -108,7 +108,7 @@ class Tool:
     namespace: str = ""
     # Described in the conversation, where it refers to the tool, and not before it.
     deferred: bool = False
-    strict: bool = False
+    strict: bool = field(default=False, compare=False)  # changes no prompt
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -1,20 +1,16 @@
 """The grammar of an answer: of a forced call, of JSON by a schema, or of either JSON or calls."""
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.chat.messages import Chat, Tool
 from kvkeep.chat.renderer import RenderedPrompt
-from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.call_grammar import (
     AllowedCalls,
     forced_call_schema,
-    write_bare_calls,
     write_rendered_call,
 )
 from kvkeep.server.call_writers import WRITABLE, write_calls
@@ -22,12 +18,12 @@ from kvkeep.server.grammar import ANY_OBJECT, Grammar, compile_grammar
 from kvkeep.server.lark_rules import LarkRules, compact_json, json_value
 from kvkeep.server.no_calls import CallsForbidden
 from kvkeep.server.reasoning_budget import reasoning_constraint
-from kvkeep.server.strict_calls import RulesBehindText, StrictCalls, StrictGrammar, call_openers
+from kvkeep.server.strict_calls import StrictCalls
+from kvkeep.server.strict_grammar import StrictGrammar, compile_strict
+from kvkeep.server.tool_grammars import call_form, first_supported, marker_ids
 from kvkeep.session.sampling import Constraint
 
 _CHANNELS = "harmony"  # the format in whose channels calls have headers
-
-_SECONDS_FOR_TOOLS = 5.0  # to find out which tools' parameters are supported
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,8 @@ class AnswerGrammar:
         if self.forbids_calls and not output_format.channels:
             return CallsForbidden(model.text, output_format, constraint)
         if self.strict is not None:
-            return StrictCalls(model.text, output_format, self.strict, constraint)
+            at_start = not (prompt.starts_in_reasoning or prompt.continues)
+            return StrictCalls(model.text, output_format, self.strict, constraint, at_start)
         return constraint
 
 
@@ -93,12 +90,12 @@ def compile_answer(
     tools = chat.callable_tools
     if chat.choice.mode == "required":
         return AnswerGrammar(
-            _compile_forced_call(model, tools, gbnf), has_header=_call_form(model) == _CHANNELS
+            _compile_forced_call(model, tools, gbnf), has_header=call_form(model) == _CHANNELS
         )
     if schema is None and not gbnf and not tools:
         return AnswerGrammar(forbids_calls=bool(chat.tools))
     if schema is None and not gbnf:
-        return AnswerGrammar(tools=tools, strict=_compile_strict(model, tools))
+        return AnswerGrammar(tools=tools, strict=compile_strict(model, tools))
     if schema is None or gbnf or not tools:
         no_calls = None if schema is None else frozenset[str]()
         return AnswerGrammar(compile_grammar(model, schema, gbnf), no_calls, tools=tools)
@@ -117,7 +114,7 @@ def compile_answer_or_calls(
     """
     answer = Grammar.from_schema(model, schema)
     output_format = model.renderer.output_format
-    form = _call_form(model)
+    form = call_form(model)
     if form not in WRITABLE:
         return answer, frozenset()
     bare_names = frozenset[str]()
@@ -126,7 +123,7 @@ def compile_answer_or_calls(
     answer_schema = answer.schema or schema
 
     def compiled(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(_marker_ids(model), model.end_token_ids)
+        rules = LarkRules(marker_ids(model), model.end_token_ids)
         calls = write_calls(form, AllowedCalls(rules, tools, bare_names))
         # Where calls are bare JSON, both have the model's own spaces, so that these decide nothing.
         text = (json_value if bare_names else compact_json)(answer_schema)
@@ -134,7 +131,7 @@ def compile_answer_or_calls(
             text = f'{rules.marker("<|channel|>")} "final" {rules.marker("<|message|>")} {text}'
         return Grammar.from_lark(model, rules.text(f"{rules.add(text)} | {calls}"))
 
-    grammar = _first_supported(model, tools, compiled)
+    grammar = first_supported(model, tools, compiled)
     grammar.warnings = (*answer.warnings, *grammar.warnings)
     return grammar, bare_names
 
@@ -150,85 +147,15 @@ def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) 
     form = model.renderer.rendered_call
 
     def compiled(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(_marker_ids(model), model.end_token_ids)
-        if _call_form(model) == _CHANNELS:
+        rules = LarkRules(marker_ids(model), model.end_token_ids)
+        if call_form(model) == _CHANNELS:
             calls = write_calls(_CHANNELS, AllowedCalls(rules, tools))
             return Grammar.from_lark(model, rules.text(calls))
         if form is None:
             return Grammar.from_schema(model, forced_call_schema(tools))
         return Grammar.from_lark(model, rules.text(write_rendered_call(form, rules, tools)))
 
-    return _first_supported(model, tools, compiled)
-
-
-def _compile_strict(model: Model, tools: Sequence[Tool]) -> StrictGrammar | None:
-    """Compile the grammar of calls that the model makes of its own accord, if a tool is strict."""
-    form = _call_form(model)
-    if form not in WRITABLE or not any(tool.strict for tool in tools):
-        return None
-    entries = [
-        (tool.name, tool.parameters if tool.strict else ANY_OBJECT, tool.strict) for tool in tools
-    ]
-    return _compiled_strict(model, form, json.dumps(entries))
-
-
-@lru_cache(maxsize=8)
-def _compiled_strict(model: Model, form: str, tools_json: str) -> StrictGrammar:
-    """Compile the grammar of tools: hundreds take a second, and agents send the same each time."""
-    output_format, markers = model.renderer.output_format, (_marker_ids(model), model.end_token_ids)
-    tools = [
-        Tool(name, parameters=parameters, strict=strict)
-        for name, parameters, strict in json.loads(tools_json)
-    ]
-
-    def behind_opener(tools: Sequence[Tool]) -> Grammar:
-        rules = RulesBehindText(*markers, call_openers(output_format))
-        return Grammar.from_lark(model, rules.text(write_calls(form, AllowedCalls(rules, tools))))
-
-    def at_start(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(*markers)
-        keys = ("arguments", "parameters") if output_format.bare_json else ("arguments",)
-        calls = write_bare_calls(AllowedCalls(rules, tools), keys)
-        return Grammar.from_lark(model, rules.text(calls))
-
-    may_be_bare = any(form.is_json for form in output_format.bare_calls)
-    return StrictGrammar(
-        tools,
-        _first_supported(model, tools, behind_opener),
-        _first_supported(model, tools, at_start) if may_be_bare else None,
-    )
-
-
-def _first_supported(
-    model: Model, tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
-) -> Grammar:
-    """Return the grammar of the tools, with as many constraints of their arguments as possible."""
-    for usable_tools, warnings in _less_and_less_constrained(model, tools):
-        try:
-            grammar = compiled(usable_tools)
-        except InvalidArgument as error:
-            problem = error
-        else:
-            grammar.warnings = tuple(dict.fromkeys((*grammar.warnings, *warnings)))
-            return grammar
-    raise problem
-
-
-def _call_form(model: Model) -> str:
-    """Return the name of the format in which the model writes calls.
-
-    A model whose chat template has no tool support gets instructions for Hermes' form.
-    """
-    renderer = model.renderer
-    if renderer.output_format.calls and not renderer.traits.tools:
-        return "hermes"
-    return renderer.output_format.name
-
-
-def _marker_ids(model: Model) -> Mapping[str, int]:
-    """Return the tokens of markers; of some models they are no control tokens."""
-    added = model.text.tokenizer.get_added_tokens_decoder()
-    return {token.content: token_id for token_id, token in added.items()}
+    return first_supported(model, tools, compiled)
 
 
 def _is_distinct(model: Model, answer: Grammar, schema: Mapping[str, Any], name: str) -> bool:
@@ -238,27 +165,3 @@ def _is_distinct(model: Model, answer: Grammar, schema: Mapping[str, Any], name:
     """
     beginning = f'{{"name":{json.dumps(name, ensure_ascii=False)},"parameters":{{'
     return schema == ANY_OBJECT or not answer.allows(model.text.encode(beginning))
-
-
-def _less_and_less_constrained(
-    model: Model, tools: Sequence[Tool]
-) -> Iterator[tuple[Sequence[Tool], Sequence[str]]]:
-    """Yield tools with fewer and fewer constraints of their arguments, and what is left out."""
-    yield tools, ()
-    usable_tools, warnings = list[Tool](), list[str]()
-    deadline = time.monotonic() + _SECONDS_FOR_TOOLS
-    for tool in tools:
-        parameters: Mapping[str, Any] = ANY_OBJECT
-        try:
-            if time.monotonic() > deadline:
-                raise InvalidArgument("compiling the parameters of all tools takes too long")
-            grammar = Grammar.from_schema(model, tool.parameters)
-        except InvalidArgument as error:
-            warnings.append(f"the parameters of {tool.name} are not followed: {error}")
-        else:
-            parameters = grammar.schema or tool.parameters
-            warnings += grammar.warnings
-        usable_tools.append(replace(tool, parameters=parameters))
-    yield usable_tools, warnings
-    free_tools = [replace(tool, parameters=ANY_OBJECT) for tool in tools]
-    yield free_tools, ["the parameters of the tools are not followed: together they are too large"]

@@ -7,6 +7,7 @@ types. What is inside of arrays and objects is free.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvkeep.chat.messages import Tool
@@ -72,7 +73,7 @@ def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: s
         return f"({item} ({syntax.comma} {item})*)?"
     items = []
     for key, schema, is_required in _properties(tool):
-        values = list(map(syntax.scalar, _choices(schema)))
+        values = list(map(syntax.scalar, _choices(schema, tool.parameters)))
         if not values and schema.get("type") == "integer":
             values = [f"/{_INTEGER}/"]
         types = sorted(value_types(tool, key) & frozenset(_TYPES))
@@ -106,7 +107,9 @@ def tagged_arguments(
     items = []
     for key, schema, is_required in _properties(tool):
         types = value_types(tool, key)
-        if texts := _enum_texts(schema):
+        choices = _choices(schema, tool.parameters)
+        if any(isinstance(choice, str) for choice in choices):
+            texts = (c if isinstance(c, str) else json.dumps(c) for c in choices)
             value = f"({either(map(literal, texts))}) {rules.marker(end)}"
         elif not types or "string" in types:
             value = rules.text_up_to(end)
@@ -132,16 +135,27 @@ def _properties(tool: Tool) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
         yield key, schema if isinstance(schema, Mapping) else {}, is_required
 
 
-def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the allowed values, if they are stated and none is a list or an object."""
+def _choices(schema: Any, root: Mapping[str, Any], depth: int = 20) -> list[Any]:
+    """Return the allowed values, if they are stated and none is a list or an object.
+
+    root: the schema that `$ref` refers to. depth: of references and alternatives.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        return []
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        target: Any = root
+        for step in reference[2:].split("/"):
+            target = target.get(step) if isinstance(target, Mapping) else None
+        return _choices(target, root, depth - 1)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(keyword)
+        if isinstance(parts, list) and (keyword != "allOf" or len(parts) == 1):
+            alternatives = [_choices(part, root, depth - 1) for part in parts]
+            return list(chain(*alternatives)) if all(alternatives) else []
+    if schema.get("type") == "null":
+        return [None]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list):
         return []
     is_scalars = not any(isinstance(value, list | Mapping) for value in values)
     return values if is_scalars else []
-
-
-def _enum_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return the allowed texts, if no other values are allowed; otherwise nothing."""
-    values = _choices(schema)
-    return values if all(isinstance(value, str) for value in values) else []

@@ -112,9 +112,8 @@ def _write_harmony(calls: AllowedCalls) -> str:
 def _write_gemma3(calls: AllowedCalls) -> str:
     rules, newline = calls.rules, '"\\n"?'
     value = json_value(call_schema(calls.tools, "parameters"))
-    json_start, code_start = map(rules.marker, ("```json", "```tool_code"))
-    fenced = rules.repeated(f'{json_start} "\\n" {value} "\\n```"', newline)
-    code = rules.repeated(f'{code_start} "\\n" {_python_calls(calls)} "\\n```"', newline)
+    fenced = rules.repeated(f'"```json\\n" {value} "\\n```"', newline)
+    code = rules.repeated(f'"```tool_code\\n" {_python_calls(calls)} "\\n```"', newline)
     return f"{fenced} | {code}"
 
 
@@ -187,8 +186,7 @@ def _write_command_r7b(calls: AllowedCalls) -> str:
 
 def _write_command_r(calls: AllowedCalls) -> str:
     value = _indented_list(call_schema(calls.tools, "parameters", "tool_name"))
-    start = calls.rules.marker("Action:")
-    return f'{start} (" " | "\\n")? "```json\\n" {value} "\\n"? "```"'
+    return f'"Action:" (" " | "\\n")? "```json\\n" {value} "\\n"? "```"'
 
 
 def _indented_list(schema: Mapping[str, Any]) -> str:

@@ -24,10 +24,16 @@ from tests.chat.written_answers import FORMS
 from tests.scripted_model import ScriptedConstraint, ScriptedEngine
 from tests.server.test_call_grammar import model_of, written
 
+# With choices as Pydantic writes them.
 CITY = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "detail": {"anyOf": [{"enum": ["low", "high"], "type": "string"}, {"type": "null"}]},
+    },
     "required": ["city", "unit"],
+    "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}},
 }
 # Without free text, which random tokens would hardly end.
 SWITCH = {
@@ -43,7 +49,12 @@ WEATHER = Tool("weather", parameters=CITY, strict=True)
 FREE = Tool("look_up", parameters=CITY)
 QUESTION = Chat((Message("user", (TextPart("How is the weather?"),)),), (WEATHER, FREE))
 ROME = ("weather", {"city": "Rome", "unit": "C"})
-FOLLOWED = [name for name in FORMS if name != "functionary"]  # its prompt ends with its opener
+# Those whose markers are neither tags nor control tokens are not followed.
+FOLLOWED = [
+    name
+    for name in FORMS
+    if FORMS[name].output_format not in ("functionary", "gemma3", "command-r")
+]
 
 
 def constraint_of(model: Model, chat: Chat = QUESTION, budget: int | None = None) -> Constraint:
@@ -70,8 +81,11 @@ def test_arguments_of_strict_tools_must_follow_the_schema(name: str, tmp_path: P
         ids = model.text.encode(text, special=True)
         return refused_at(model, constraint_of(model), ids) is not None
 
-    assert not refuses(written(name, [ROME]))
-    for values in ({"city": "Rome", "unit": "K"}, {"city": "Rome"}, {"unit": "C"}):
+    for detail in ({}, {"detail": "low"}, {"detail": None}):
+        assert not refuses(written(name, [("weather", {**ROME[1], **detail})])), detail
+    for wrong in ({"unit": "K"}, {"detail": "medium"}, {"other": 1}):
+        assert refuses(written(name, [("weather", {**ROME[1], **wrong})])), wrong
+    for values in ({"city": "Rome"}, {"unit": "C"}, {}):
         assert refuses(written(name, [("weather", values)])), values
     for values in ({"city": "Rome", "unit": "K"}, {"other": 3}):  # of a tool that is not strict
         assert not refuses(written(name, [("look_up", values)])), values
@@ -81,11 +95,55 @@ def test_arguments_of_strict_tools_must_follow_the_schema(name: str, tmp_path: P
 def test_text_around_calls_is_free(name: str, tmp_path: Path) -> None:
     model, form = model_of(name, tmp_path), FORMS[name]
     call = written(name, [ROME])
-    text = 'Let me see. <tool_call> and ```json are <|channel|> markers.\n{"name": 3}\n'
+    text = 'The weather? <tool_call> and ```json are markers.\n{"name": "weather"}\n'
     beginning = text if form.text_first and form.output_format != "harmony" else ""
     for answer in (f"{beginning}{call}", f"{call}\n{text}", f"{beginning}{call}\n{text}{call}"):
-        ids = model.text.encode(answer, special=True)
-        assert refused_at(model, constraint_of(model), ids) is None, answer
+        assert may_be_written(model, constraint_of(model), answer), answer
+
+
+def may_be_written(model: Model, constraint: Constraint, answer: str) -> bool:
+    """Whether a constraint allows an answer, and its end."""
+    ids = model.text.encode(answer, special=True)
+    return refused_at(model, constraint, [*ids, model.end_token_ids[0]]) is None
+
+
+FREE_TEXTS = (
+    ("hermes", "In <tool_call> I write the weather."),
+    ("hermes", '<tool_call>\n{"name": "weather_of", "arguments": {\n"x": 1}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "look_up", "arguments": {"x": "weather",\n"y": 1}}\n'),
+    ("hermes", '<tool_call>\n{\n  "name": "weather",\n  "arguments": {"x": 1}\n}\n</tool_call>'),
+    ("hermes", '{"name": "weather station", "id": 3}'),
+    ("hermes", '{"name": "weather", "description": "Tells it."}'),
+    ("hermes", '[{"name": "weather", "description": "Tells it."}]'),
+    ("llama3", '{"name": "weather", "id": 3}'),
+    ("llama3", 'Sure: {"name": "weather", "parameters": {"x": 3}}'),
+    ("gemma3 json", '```json\n{"weather": "sunny"}\n```'),
+    ("gemma3 json", "```tool_code\nweather = get()\n```"),
+    ("command-r", "Action: look at the weather."),
+    ("nemotron2", '<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call>'),
+    ("qwen3-coder", "<function=weather>\n<parameter=x>\n1\n</parameter>\n</function>"),
+    ("harmony", "<|channel|>analysis<|message|>I write to=functions.weather now.<|end|>"),
+    ("harmony", "<|channel|>commentary<|message|>I look at the weather.<|end|>"),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), FREE_TEXTS)
+def test_text_that_only_looks_like_a_call_is_free(name: str, text: str, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path)
+    assert may_be_written(model, constraint_of(model), text)
+
+
+def test_no_bare_call_begins_where_an_answer_goes_on(tmp_path: Path) -> None:
+    model = model_of("hermes", tmp_path)
+    call = '{"name": "weather", "arguments": {"x": 1}}'
+    assert not may_be_written(model, constraint_of(model), call)
+    begun = replace(
+        QUESTION, messages=(*QUESTION.messages, Message("assistant", (TextPart("So: "),)))
+    )
+    prompt = replace(model.renderer.render(begun), continues=True)
+    constraint = compile_answer(model, begun).constraint(model, prompt)
+    assert constraint is not None
+    assert may_be_written(model, constraint, call)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -94,9 +152,9 @@ def test_random_calls_follow_the_schema(name: str, tmp_path: Path) -> None:
     model, random = model_of(name, tmp_path), Random(name)
     chat = replace(QUESTION, tools=(Tool("switch", parameters=SWITCH, strict=True), FREE))
     ids = model.text.encode(written(name, [("switch", {"mode": "on"})]), special=True)
-    named = next(n for n in range(len(ids)) if "switch" in model.text.decode(ids[:n]))
+    begun = next(n for n in range(len(ids)) if "mode" in model.text.decode(ids[:n]))
     for _ in range(5):
-        (call,) = random_calls(model, chat, ids[:named], random)
+        (call,) = random_calls(model, chat, ids[:begun], random)
         assert (call.name, call.complete) == ("switch", True)
         jsonschema.validate(json.loads(call.arguments), SWITCH)
 
