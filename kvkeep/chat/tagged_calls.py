@@ -67,7 +67,6 @@ _TYPES_BY_CHAR = {
 }
 _TYPE_KEYWORDS = frozenset(("$ref", "type", "allOf", "anyOf", "oneOf", "enum", "const"))
 _MAX_SPACE = 1000  # characters between an end tag and what follows it
-_MAX_DEPTH = 20  # of references and alternatives in a schema
 
 
 def read_function_tag(
@@ -265,18 +264,24 @@ def value_types(tool: Tool, key: str) -> frozenset[str]:
     """
     properties = tool.parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _schema_types(schema, tool.parameters, _MAX_DEPTH)
+    return _schema_types(schema, tool.parameters, {})
 
 
-def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
+def _schema_types(
+    schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]
+) -> frozenset[str]:
+    """known: the types of references that were followed."""
+    if not isinstance(schema, Mapping):
         return frozenset()
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return _schema_types(target, root, depth - 1)
+        if reference not in known:
+            known[reference] = frozenset()  # a reference to itself
+            target: Any = root
+            for step in reference[2:].split("/"):
+                target = target.get(step) if isinstance(target, Mapping) else None
+            known[reference] = _schema_types(target, root, known)
+        return known[reference]
     types = schema.get("type")
     if isinstance(types, (str, list)):
         names = (
@@ -286,10 +291,10 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset
     members = schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
     for member in members:
         if isinstance(member, Mapping) and not _TYPE_KEYWORDS.isdisjoint(member):
-            return _schema_types(member, root, depth - 1)
+            return _schema_types(member, root, known)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            alternatives = [_schema_types(item, root, depth - 1) for item in schema[keyword]]
+            alternatives = [_schema_types(item, root, known) for item in schema[keyword]]
             return frozenset().union(*alternatives) if all(alternatives) else frozenset()
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     values = [*values, *([schema["const"]] if "const" in schema else [])]

@@ -73,8 +73,10 @@ class AnswerGrammar:
         if self.forbids_calls and not output_format.channels:
             return CallsForbidden(model.text, output_format, constraint)
         if self.strict is not None:
-            at_start = not (prompt.starts_in_reasoning or prompt.continues)
-            return StrictCalls(model.text, output_format, self.strict, constraint, at_start)
+            in_reasoning = prompt.starts_in_reasoning
+            at_start = not (in_reasoning or prompt.continues)
+            arguments = model.text, output_format, self.strict, constraint
+            return StrictCalls(*arguments, at_start, in_reasoning)
         return constraint
 
 

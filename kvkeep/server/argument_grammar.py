@@ -74,10 +74,11 @@ def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: s
     items = []
     for key, schema, is_required in _properties(tool):
         values = list(map(syntax.scalar, _choices(schema, tool.parameters)))
-        if not values and schema.get("type") == "integer":
-            values = [f"/{_INTEGER}/"]
         types = sorted(value_types(tool, key) & frozenset(_TYPES))
-        values = values or [f"value_{name}" for name in types] or ["value"]
+        rules_of_types = {name: f"value_{name}" for name in types}
+        if "number" in types and not _has_fractions(schema):
+            rules_of_types["number"] = f"/{_INTEGER}/"
+        values = values or list(rules_of_types.values()) or ["value"]
         items.append((f"{literal(key + equals)} ({either(values)})", is_required))
     return rules.separated(items, syntax.comma) if items else ""
 
@@ -135,22 +136,25 @@ def _properties(tool: Tool) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
         yield key, schema if isinstance(schema, Mapping) else {}, is_required
 
 
-def _choices(schema: Any, root: Mapping[str, Any], depth: int = 20) -> list[Any]:
+def _choices(
+    schema: Any, root: Mapping[str, Any], known: dict[str, list[Any]] | None = None
+) -> list[Any]:
     """Return the allowed values, if they are stated and none is a list or an object.
 
-    root: the schema that `$ref` refers to. depth: of references and alternatives.
+    root: the schema that `$ref` refers to. known: those of references that were followed.
     """
-    if not isinstance(schema, Mapping) or not depth:
+    known = {} if known is None else known
+    if not isinstance(schema, Mapping):
         return []
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return _choices(target, root, depth - 1)
+        if reference not in known:
+            known[reference] = []  # a reference to itself
+            known[reference] = _choices(_referenced(reference, root), root, known)
+        return known[reference]
     for keyword in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(keyword)
         if isinstance(parts, list) and (keyword != "allOf" or len(parts) == 1):
-            alternatives = [_choices(part, root, depth - 1) for part in parts]
+            alternatives = [_choices(part, root, known) for part in parts]
             return list(chain(*alternatives)) if all(alternatives) else []
     if schema.get("type") == "null":
         return [None]
@@ -159,3 +163,24 @@ def _choices(schema: Any, root: Mapping[str, Any], depth: int = 20) -> list[Any]
         return []
     is_scalars = not any(isinstance(value, list | Mapping) for value in values)
     return values if is_scalars else []
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    target: Any = root
+    for step in reference[2:].split("/"):
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
+
+
+def _has_fractions(schema: Any) -> bool:
+    """Whether a number by the schema may be no integer."""
+    if not isinstance(schema, Mapping):
+        return True
+    types = schema.get("type")
+    if isinstance(types, str | list):
+        names = [types] if isinstance(types, str) else types
+        return "number" in names or "integer" not in names
+    parts = schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(parts, list):
+        return True
+    return any(map(_has_fractions, (part for part in parts if part != {"type": "null"})))

@@ -93,4 +93,4 @@ def write_rendered_call(form: RenderedCall, rules: LarkRules, tools: Sequence[To
 
 
 def object_schema(tool: Tool) -> Mapping[str, Any]:
-    return {"type": "object", **tool.parameters}
+    return {**tool.parameters, "type": "object"}

@@ -19,18 +19,27 @@ from kvkeep.server.strict_grammar import StrictGrammar
 _HEADER_START, _HEADER_END = "<|start|>", "<|message|>"
 _RECIPIENT = re.compile(rb"\bto=([^\s<]+)")
 _MAX_HEADER = 1000  # bytes
-_MAX_OPENER = 64  # tokens
+_MAX_MARKER = 64  # tokens
 
 
 class CallWatch(Protocol):
     """What follows the tokens of an answer up to a call of a strict tool."""
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the grammar that was returned last holds to the call's end."""
+
     def begun(self, token: int) -> Grammar | None:
-        """Follow a token. Return the grammar that holds behind it, if such a call has begun."""
+        """Follow a token. Return the grammar that holds behind it, if such a call has begun.
+
+        It has followed the token, too.
+        """
 
 
 class ChannelWatch:
     """Finds messages to strict tools by their headers; their content is the arguments."""
+
+    is_certain = True
 
     def __init__(self, codec: TextCodec, grammar: StrictGrammar, at_start: bool):
         """at_start: whether the first token is one of a header."""
@@ -62,7 +71,10 @@ class ChannelWatch:
 
 
 class MarkerWatch:
-    """Finds calls behind the markers that begin them, and bare ones at the start of an answer."""
+    """Finds calls behind the markers that begin them, and bare ones at the start of an answer.
+
+    Inside of reasoning markers that are no control tokens are text about them.
+    """
 
     def __init__(
         self,
@@ -70,8 +82,11 @@ class MarkerWatch:
         output_format: OutputFormat,
         grammar: StrictGrammar,
         at_start: bool,
+        in_reasoning: bool,
     ):
-        """at_start: whether the answer begins with the first token."""
+        """at_start: whether the answer begins with the first token. in_reasoning: whether that
+        token is one of reasoning.
+        """
         self._codec, self._format, self._grammar = codec, output_format, grammar
         self._begins = {
             form.opener: form.begin for form in output_format.calls if form.begin is not None
@@ -79,56 +94,71 @@ class MarkerWatch:
         self._ids = {
             token.content: token_id
             for token_id, token in codec.tokenizer.get_added_tokens_decoder().items()
-            if token.content in self._begins
         }
-        self._recent = deque[bytes](maxlen=_MAX_OPENER)  # bytes of the last tokens
+        self._recent = deque[bytes](maxlen=_MAX_MARKER)  # bytes of the last tokens
+        self._in_reasoning = in_reasoning
         self._call: _PossibleCall | None = None
         if at_start and grammar.bare_calls is not None:
             self._call = self._possible(grammar.bare_calls, begin_bare_json)
 
+    @property
+    def is_certain(self) -> bool:
+        return self._call is None
+
     def begun(self, token: int) -> Grammar | None:
         """Follow a token; see `CallWatch`."""
         self._recent.append(self._codec.token_bytes(token))
+        self._follow_reasoning(token)
         if self._call is not None:
-            self._call.push([token])
+            self._call.push([token], self._call.decoded(token))
         if self._call is None or self._call.has_failed:
             self._call = self._behind_opener(token)
         call = self._call
-        if call is None or call.tool is None:
+        if call is None or (call.tool is None and not call.has_strict_name):
             return None
-        self._call = None
-        self._recent.clear()
-        return call.grammar if call.tool.strict else None
+        if call.tool is not None:
+            self._call = None
+            self._recent.clear()
+        return call.grammar if call.tool is None or call.tool.strict else None
+
+    def _follow_reasoning(self, token: int) -> None:
+        ends = self._in_reasoning
+        for block in self._format.reasoning:
+            if self._rest(block.end if ends else block.start, token) is not None:
+                self._in_reasoning = not ends
+                return
 
     def _behind_opener(self, token: int) -> "_PossibleCall | None":
         """Return what may be a call, if the token completes an opener."""
         if self._grammar.calls is None:
             return None
-        text = b"".join(self._recent)
         for opener, begin in self._begins.items():
-            rest = self._rest(opener, token, text)
-            if rest is None:
+            rest = self._rest(opener, token)
+            if rest is None or (self._in_reasoning and not self._is_control(opener)):
                 continue
-            known = self._ids.get(opener)
             call = self._possible(self._grammar.calls, begin)
-            call.push_marker(self._codec.encode(opener) if known is None else [known])
-            if rest:
-                call.push(self._codec.encode(rest))
+            known = self._ids.get(opener)
+            # Some tokenizers write a space before a text: encoded with the marker, it is before it.
+            ids = self._codec.encode(opener + rest if known is None else rest)
+            call.push_marker(ids if known is None else [known, *ids], rest)
             if not call.has_failed:
                 return call
         return None
 
-    def _rest(self, opener: str, token: int, text: bytes) -> str | None:
-        """Return the text behind an opener that the last token completes; None if it does not."""
-        if opener in self._format.control_markers:
-            return "" if self._ids.get(opener) == token else None
-        marker = opener.encode()
-        start = len(text) - len(self._recent[-1]) - len(marker) + 1
-        place = text.find(marker, max(start, 0))
+    def _is_control(self, marker: str) -> bool:
+        return marker in self._format.control_markers
+
+    def _rest(self, marker: str, token: int) -> str | None:
+        """Return the text behind a marker that the last token completes; None if it does not."""
+        if self._is_control(marker):
+            return "" if self._ids.get(marker) == token else None
+        text, encoded = b"".join(self._recent), marker.encode()
+        start = len(text) - len(self._recent[-1]) - len(encoded) + 1
+        place = text.find(encoded, max(start, 0))
         if place < 0:
             return None
         try:
-            return text[place + len(marker) :].decode()
+            return text[place + len(encoded) :].decode()
         except UnicodeDecodeError:
             return None
 
@@ -139,8 +169,9 @@ class MarkerWatch:
 class _PossibleCall:
     """Text that may be a call: followed by the grammar, and read up to where that is certain.
 
-    tool: the one that is called, as soon as that is certain. has_failed: whether it is no call, or
-    one that the grammar does not have.
+    tool: the one that is called, as soon as that is certain. has_strict_name: whether the text ends
+    with a strict tool's name, which may be the beginning of another name. has_failed: whether it is
+    no call, or one that the grammar does not have.
     """
 
     def __init__(
@@ -153,25 +184,29 @@ class _PossibleCall:
     ):
         self.grammar, self._codec = grammar.copy(), codec
         self.tool: Tool | None = None
-        self.has_failed = self._has_marker = False
+        self.has_failed = self.has_strict_name = self._has_marker = False
+        self._strict_names = frozenset(tool.name for tool in tools if tool.strict)
         controls = output_format.control_markers
         self._scanner = Scanner(output_format.markers, controls, codec.control_text)
         self._reading = _NamedReading(self._scanner, tools, str)
         self._steps = begin(self._reading)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push_marker(self, tokens: Sequence[int]) -> None:
-        """Append the marker's tokens, which are not read: a name behind it is certain."""
-        self._has_marker = True
-        self.has_failed = not self.grammar.follow(tokens)
+    def decoded(self, token: int) -> str | int:
+        """Return the next token's text, or the id of a control token."""
+        if self._codec.is_control(token):
+            return token
+        return self._decoder.decode(self._codec.token_bytes(token))
 
-    def push(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        codec = self._codec
-        for token in tokens:
-            is_control = codec.is_control(token)
-            text = token if is_control else self._decoder.decode(codec.token_bytes(token))
-            self._scanner.append([text])
+    def push_marker(self, tokens: Sequence[int], text: str) -> None:
+        """Append the marker and the text behind it: `tokens` are those of both."""
+        self._has_marker = True
+        self.push(tokens, text)
+
+    def push(self, tokens: Sequence[int], text: str | int) -> None:
+        """Append tokens and their text."""
+        self._scanner.append([text])
+        self.has_strict_name = False
         if not self.grammar.follow(tokens) or self.grammar.is_whole:
             self.has_failed = True
             return
@@ -182,7 +217,9 @@ class _PossibleCall:
         except StopIteration:
             self.tool = self._reading.tool
         else:
-            self.tool = self._reading.tool if self._has_marker else None
+            if self._has_marker:  # a name is certain behind it
+                self.tool = self._reading.tool
+                self.has_strict_name = self._scanner.rest in self._strict_names
 
 
 class _NamedReading(AnswerReading):

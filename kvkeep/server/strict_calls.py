@@ -23,14 +23,18 @@ class StrictCalls:
         grammar: StrictGrammar,
         within: Constraint | None,
         at_start: bool = True,
+        in_reasoning: bool = False,
     ):
-        """at_start: whether the answer begins with the first token: no reasoning or text before."""
+        """at_start: whether the answer begins with the first token: no reasoning or text before.
+
+        in_reasoning: whether that token is one of reasoning.
+        """
         self._within = within
         self._watch: CallWatch
         if output_format.channels:
             self._watch = ChannelWatch(codec, grammar, at_start)
         else:
-            self._watch = MarkerWatch(codec, output_format, grammar, at_start)
+            self._watch = MarkerWatch(codec, output_format, grammar, at_start, in_reasoning)
         self._held: Grammar | None = None
 
     @property
@@ -52,7 +56,7 @@ class StrictCalls:
         """Follow a sampled token."""
         if self._within is not None:
             self._within.accept(token)
-        if self._held is None:
+        if self._held is None or not self._watch.is_certain:
             self._held = self._watch.begun(token)
         elif not self._held.follow([token]) or self._held.is_whole:
             self._held = None

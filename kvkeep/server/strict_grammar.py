@@ -101,7 +101,8 @@ def _compiled(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
 def _compiled_channels(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
     def content(tools: Sequence[Tool]) -> Grammar:
         rules = LarkRules(marker_ids(model), model.end_token_ids)
-        return Grammar.from_lark(model, rules.text(json_value(object_schema(tools[0]))))
+        text = rules.add(json_value(object_schema(tools[0])))
+        return Grammar.from_lark(model, rules.text(rf"/[ \n]+/? {text}"))
 
     strict = [tool for tool in tools if tool.strict]
     arguments = {tool.name: first_supported(model, [tool], content) for tool in strict}

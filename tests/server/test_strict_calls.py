@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvkeep.server.strict_calls import StrictCalls
 from kvkeep.session.sampling import Constraint, Sampling
 from tests.chat.api_answers import APIS, form_cases, streams
 from tests.chat.written_answers import FORMS
-from tests.scripted_model import ScriptedConstraint, ScriptedEngine
+from tests.scripted_model import ScriptedConstraint, ScriptedEngine, family_model
 from tests.server.test_call_grammar import model_of, written
 
 # With choices as Pydantic writes them.
@@ -109,7 +110,7 @@ def may_be_written(model: Model, constraint: Constraint, answer: str) -> bool:
 
 FREE_TEXTS = (
     ("hermes", "In <tool_call> I write the weather."),
-    ("hermes", '<tool_call>\n{"name": "weather_of", "arguments": {\n"x": 1}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "the_weather", "arguments": {\n"x": 1}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "look_up", "arguments": {"x": "weather",\n"y": 1}}\n'),
     ("hermes", '<tool_call>\n{\n  "name": "weather",\n  "arguments": {"x": 1}\n}\n</tool_call>'),
     ("hermes", '{"name": "weather station", "id": 3}'),
@@ -131,6 +132,46 @@ FREE_TEXTS = (
 def test_text_that_only_looks_like_a_call_is_free(name: str, text: str, tmp_path: Path) -> None:
     model = model_of(name, tmp_path)
     assert may_be_written(model, constraint_of(model), text)
+
+
+def test_a_longer_name_of_another_tool_is_free(tmp_path: Path) -> None:
+    model = model_of("hermes", tmp_path)
+    chat = replace(QUESTION, tools=(WEATHER, Tool("weather_map", parameters=CITY)))
+    call = '<tool_call>\n{"name": "NAME", "arguments": {"zoom": 3,\n"x": 1}}\n</tool_call>'
+    for name, is_free in (("weather_map", True), ("weather", False)):
+        constraint = constraint_of(model, chat)
+        assert may_be_written(model, constraint, call.replace("NAME", name)) == is_free
+
+
+def test_markers_that_are_text_are_none_in_the_reasoning(tmp_path: Path) -> None:
+    markers = ["<tool_call>", "</tool_call>"]
+    model = family_model(tmp_path, ["<think>", "</think>"], text_markers=markers)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call>'
+    assert may_be_written(model, constraint_of(model), f"<think>\nMaybe {call}?\n</think>\nNo.")
+    assert not may_be_written(model, constraint_of(model), f"<think>\nHm.\n</think>\n{call}")
+
+
+def test_the_last_token_of_a_name_cannot_end_the_call(smollm2: Model) -> None:
+    """Such a token of the default model is `"}`."""
+    call = '<tool_call>\n{"name": "weather"}\n</tool_call>'
+    ids = smollm2.text.encode(call)
+    assert any(smollm2.text.token_bytes(token) == b'"}' for token in ids)
+    assert not may_be_written(smollm2, constraint_of(smollm2), call)
+
+
+def test_recursive_schemas_take_no_time(tmp_path: Path) -> None:
+    alternatives = [*([{"$ref": "#/$defs/V"}] * 8), {"type": "string"}]
+    schema = {
+        "type": "object",
+        "properties": {"v": {"$ref": "#/$defs/V"}},
+        "$defs": {"V": {"anyOf": alternatives}},
+    }
+    start = time.thread_time()
+    constraint_of(
+        model_of("qwen3-coder", tmp_path),
+        replace(QUESTION, tools=(Tool("weather", parameters=schema, strict=True),)),
+    )
+    assert time.thread_time() - start < 20
 
 
 def test_no_bare_call_begins_where_an_answer_goes_on(tmp_path: Path) -> None:
