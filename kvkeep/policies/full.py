@@ -31,6 +31,10 @@ class Full(Policy):
     def for_model(self, trained_length: int) -> Self:
         return replace(super().for_model(trained_length), trained=trained_length)
 
+    def check_contents(self, cache: KVCache) -> None:
+        super().check_contents(cache)
+        require_valid(cache.window.size is None, f"a window of {cache.window.size} cells")
+
     def room(self, cache: KVCache) -> int | None:
         """Return how many more tokens fit the budget and the model's trained distance.
 

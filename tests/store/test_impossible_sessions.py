@@ -304,6 +304,8 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
     "an unknown method": (archived, policy(method="unknown")),
     "another group size": (grouped, policy(group=3)),
     "a smaller window": (grouped, policy(window=8)),
+    "a window that evicts ragged cells": (ragged, settings(window={
+        "size": 50, "discard": 1, "moves": False})),
     # Sampler state, and observed queries
     "a generator that is text": (ring, top_level(sampler={"seed": 3, "generator": "PCG64"})),
     "a generator of another kind": (ring, lambda d, t: (
