@@ -13,6 +13,7 @@ import pytest
 import torch
 from server.conftest import serving
 
+from kvkeep.chat import anthropic_tools, openai_chat, openai_responses, openai_tools
 from kvkeep.chat.messages import Chat, Message, TextPart, Tool
 from kvkeep.chat.output import CallEnded, GeneratedCall
 from kvkeep.chat.output_reader import OutputReader
@@ -222,6 +223,21 @@ def random_calls(
     return reader.output.calls
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_every_api_takes_strict(strict: bool | None) -> None:
+    fields = {"name": "weather"} if strict is None else {"name": "weather", "strict": strict}
+    (nested,) = openai_tools.parse_tools([{"type": "function", "function": fields}])
+    (flat,) = openai_tools.parse_tools([{"type": "function", **fields}])
+    (messages,) = anthropic_tools.parse_tools([{**fields, "input_schema": CITY}])
+    assert [tool.strict for tool in (nested, flat, messages)] == [bool(strict)] * 3
+    for written_back in (
+        openai_chat.format_tool(nested)["function"],
+        *openai_responses.format_tools([flat]),
+        anthropic_tools.format_tool(messages),
+    ):
+        assert written_back.get("strict", False) is bool(strict)
+
+
 @pytest.mark.parametrize(("name", "api"), form_cases(FOLLOWED))
 def test_answers_with_such_calls_are_the_same(name: str, api: str, tmp_path: Path) -> None:
     form = FORMS[name]
@@ -269,3 +285,24 @@ def begins_with_json_of_the_schema(text: str) -> bool:
     except ValueError:
         return False
     return jsonschema.Draft202012Validator(CITY).is_valid(value)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_server_holds_calls_to_the_schema(path: str, tmp_path: Path) -> None:
+    """The model is made to write a call without a required argument, which fails if it is held."""
+    model = model_of("hermes", tmp_path)
+    answer = written("hermes", [("weather", {"city": "Rome"})])
+    options = {"checks_constraints": True, "settings": {"max_kv_size": 4096}}
+    engine = ScriptedEngine(model, lambda prompt: answer, **options)
+    question = [{"role": "user", "content": "How is the weather?"}]
+    with serving(engine) as server, server.client() as client:
+        for strict, status in ((False, 200), (True, 500)):
+            function = {"name": "weather", "parameters": CITY, "strict": strict}
+            tools = {
+                "/v1/chat/completions": [{"type": "function", "function": function}],
+                "/v1/responses": [{"type": "function", **function}],
+                "/v1/messages": [{"name": "weather", "input_schema": CITY, "strict": strict}],
+            }[path]
+            key = "input" if path == "/v1/responses" else "messages"
+            body = {"model": "x", key: question, "tools": tools, "max_tokens": 200}
+            assert client.post(path, json=body).status_code == status, strict
