@@ -267,6 +267,14 @@ def value_types(tool: Tool, key: str) -> frozenset[str]:
     return _schema_types(schema, tool.parameters, {})
 
 
+def referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that a `$ref` such as `#/$defs/Name` names; None if it is not."""
+    target: Any = root
+    for step in reference[2:].split("/"):
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
+
+
 def _schema_types(
     schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]
 ) -> frozenset[str]:
@@ -277,10 +285,7 @@ def _schema_types(
     if isinstance(reference, str) and reference.startswith("#/"):
         if reference not in known:
             known[reference] = frozenset()  # a reference to itself
-            target: Any = root
-            for step in reference[2:].split("/"):
-                target = target.get(step) if isinstance(target, Mapping) else None
-            known[reference] = _schema_types(target, root, known)
+            known[reference] = _schema_types(referenced(reference, root), root, known)
         return known[reference]
     types = schema.get("type")
     if isinstance(types, (str, list)):

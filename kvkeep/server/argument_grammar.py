@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.tagged_calls import value_types
+from kvkeep.chat.tagged_calls import referenced, value_types
 from kvkeep.server.lark_rules import LarkRules, either, json_value, literal
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -149,13 +149,14 @@ def _choices(
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
         if reference not in known:
             known[reference] = []  # a reference to itself
-            known[reference] = _choices(_referenced(reference, root), root, known)
+            known[reference] = _choices(referenced(reference, root), root, known)
         return known[reference]
     for keyword in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(keyword)
         if isinstance(parts, list) and (keyword != "allOf" or len(parts) == 1):
             alternatives = [_choices(part, root, known) for part in parts]
-            return list(chain(*alternatives)) if all(alternatives) else []
+            distinct = {(type(value), value): value for value in chain(*alternatives)}
+            return list(distinct.values()) if all(alternatives) else []
     if schema.get("type") == "null":
         return [None]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -163,13 +164,6 @@ def _choices(
         return []
     is_scalars = not any(isinstance(value, list | Mapping) for value in values)
     return values if is_scalars else []
-
-
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    target: Any = root
-    for step in reference[2:].split("/"):
-        target = target.get(step) if isinstance(target, Mapping) else None
-    return target
 
 
 def _has_fractions(schema: Any) -> bool:

@@ -23,7 +23,7 @@ _MAX_MARKER = 64  # tokens
 
 
 class CallWatch(Protocol):
-    """What follows the tokens of an answer up to a call of a strict tool."""
+    """A search for calls of strict tools in the tokens of an answer."""
 
     @property
     def is_certain(self) -> bool:
@@ -91,10 +91,7 @@ class MarkerWatch:
         self._begins = {
             form.opener: form.begin for form in output_format.calls if form.begin is not None
         }
-        self._ids = {
-            token.content: token_id
-            for token_id, token in codec.tokenizer.get_added_tokens_decoder().items()
-        }
+        self._ids = grammar.marker_ids
         self._recent = deque[bytes](maxlen=_MAX_MARKER)  # bytes of the last tokens
         self._in_reasoning = in_reasoning
         self._call: _PossibleCall | None = None
@@ -171,7 +168,7 @@ class _PossibleCall:
 
     tool: the one that is called, as soon as that is certain. has_strict_name: whether the text ends
     with a strict tool's name, which may be the beginning of another name. has_failed: whether it is
-    no call, or one that the grammar does not have.
+    no call, one that the grammar does not have, or one that has ended.
     """
 
     def __init__(

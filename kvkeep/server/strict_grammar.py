@@ -25,13 +25,14 @@ class StrictGrammar:
 
     calls: of calls from the marker on that begins them; None if there is none. bare_calls: of calls
     without a marker, at the start of an answer. arguments: in channels, of each strict tool's
-    arguments.
+    arguments. marker_ids: the tokens of markers; others are plain text.
     """
 
     tools: Sequence[Tool]
     calls: Grammar | None = None
     bare_calls: Grammar | None = None
     arguments: Mapping[str, Grammar] = field(default_factory=dict)
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # what of the schemas is not followed, in words
 
 
@@ -77,7 +78,8 @@ def _compiled(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
     begins = [call.begin for call in output_format.calls]
     if not begins or (form != "hermes" and begins[0] is None):
         return StrictGrammar(tools, warnings=(f"strict is not followed in calls of {form}",))
-    markers = marker_ids(model), model.end_token_ids
+    ids = marker_ids(model)
+    markers = ids, model.end_token_ids
 
     def calls(tools: Sequence[Tool]) -> Grammar:
         rules = LarkRules(*markers)
@@ -92,10 +94,10 @@ def _compiled(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
 
     grammar = first_supported(model, tools, calls)
     if not any(form.is_json for form in output_format.bare_calls):
-        return StrictGrammar(tools, grammar, warnings=grammar.warnings)
+        return StrictGrammar(tools, grammar, marker_ids=ids, warnings=grammar.warnings)
     bare = first_supported(model, tools, bare_calls)
     warnings = tuple(dict.fromkeys((*grammar.warnings, *bare.warnings)))
-    return StrictGrammar(tools, grammar, bare, warnings=warnings)
+    return StrictGrammar(tools, grammar, bare, marker_ids=ids, warnings=warnings)
 
 
 def _compiled_channels(model: Model, tools: Sequence[Tool]) -> StrictGrammar:

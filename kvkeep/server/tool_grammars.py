@@ -16,7 +16,7 @@ _SECONDS_FOR_TOOLS = 5.0  # to find out which tools' parameters are supported
 def first_supported(
     model: Model, tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
 ) -> Grammar:
-    """Return the grammar of the tools, with as many constraints of their arguments as possible."""
+    """Return the grammar of the tools; schemas that llguidance does not support are left out."""
     for usable_tools, warnings in _less_and_less_constrained(model, tools):
         try:
             grammar = compiled(usable_tools)

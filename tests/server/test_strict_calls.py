@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import jsonschema
 import pytest
@@ -59,9 +60,9 @@ FOLLOWED = [
 ]
 
 
-def constraint_of(model: Model, chat: Chat = QUESTION, budget: int | None = None) -> Constraint:
+def constraint_of(model: Model, chat: Chat = QUESTION) -> Constraint:
     prompt = model.renderer.render(chat)
-    constraint = compile_answer(model, chat).constraint(model, prompt, budget)
+    constraint = compile_answer(model, chat).constraint(model, prompt)
     assert constraint is not None
     return constraint
 
@@ -160,18 +161,24 @@ def test_the_last_token_of_a_name_cannot_end_the_call(smollm2: Model) -> None:
     assert not may_be_written(smollm2, constraint_of(smollm2), call)
 
 
-def test_recursive_schemas_take_no_time(tmp_path: Path) -> None:
-    alternatives = [*([{"$ref": "#/$defs/V"}] * 8), {"type": "string"}]
+RECURSIVE = {"V": {"anyOf": [*([{"$ref": "#/$defs/V"}] * 8), {"type": "string"}]}}
+DOUBLED = {
+    "V": {"anyOf": [{"$ref": "#/$defs/V40"}, {"$ref": "#/$defs/V40"}]},
+    "V0": {"enum": ["on", "off"]},
+    **{f"V{n + 1}": {"anyOf": [{"$ref": f"#/$defs/V{n}"}] * 2} for n in range(40)},
+}
+
+
+@pytest.mark.parametrize("definitions", [RECURSIVE, DOUBLED], ids=["recursive", "doubled"])
+def test_references_take_no_time(definitions: dict[str, Any], tmp_path: Path) -> None:
     schema = {
         "type": "object",
         "properties": {"v": {"$ref": "#/$defs/V"}},
-        "$defs": {"V": {"anyOf": alternatives}},
+        "$defs": definitions,
     }
+    tool = Tool("weather", parameters=schema, strict=True)
     start = time.thread_time()
-    constraint_of(
-        model_of("qwen3-coder", tmp_path),
-        replace(QUESTION, tools=(Tool("weather", parameters=schema, strict=True),)),
-    )
+    constraint_of(model_of("qwen3-coder", tmp_path), replace(QUESTION, tools=(tool,)))
     assert time.thread_time() - start < 20
 
 
