@@ -256,6 +256,22 @@ def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: RunningS
         assert "Tell me more." not in text
 
 
+def test_an_edited_system_prompt_is_that_of_a_cleared_chat(
+    invoke: Invoke, server: RunningServer
+) -> None:
+    """With tabs behind the command's words, too."""
+    talk = "Hi\n/edit\tsystem\tSpeak of pears.\n/clear\nHi\nHi\n"
+    options = ("--server", server.url, "--session", "edited", "--temperature", 0, "-n", 4)
+    first = invoke("chat", *options, "--system", "Speak of figs.", input=talk)
+    assert first.exit_code == 0, first.output
+    invoke("chat", *options, input="/clear\nHi\n")
+    with Client(server.url) as client:
+        session = client.session("edited")
+        text = "".join(piece["text"] for piece in session.text()["pieces"])
+    assert "Speak of pears." in text
+    assert "figs" not in text
+
+
 @pytest.fixture
 def small_steps(smollm2: Model, tmp_path: Path) -> Iterator[RunningServer]:
     """Run a server in whose steps a token has the bits that it has alone."""

@@ -87,6 +87,32 @@ def test_a_system_prompt_that_leaves_no_room_is_refused(client: httpx.Client) ->
     assert client.get(f"/v1/sessions/{name}/memory").json()["tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    ("edit", "system"),
+    [
+        ({"op": "replace", "text": "Speak of figs.", "span": "system text"}, "Speak of figs."),
+        ({"op": "delete", "span": "system"}, None),
+    ],
+)
+def test_an_edited_system_prompt_is_that_of_the_chat(
+    client: httpx.Client, edit: dict[str, str], system: str | None
+) -> None:
+    """After all turns are removed, too."""
+    name = new_session(client, max_kv_size=512)
+    take_turn(client, name, "Hi", system=SYSTEM, max_tokens=2)
+    client.post(f"/v1/sessions/{name}/edit", json=edit).raise_for_status()
+    take_turn(client, name, "Hi", **({"system": system} if system else {}), max_tokens=2)
+    body = {"content": "Hi", "system": SYSTEM, "max_tokens": 2}
+    assert client.post(f"/v1/sessions/{name}/turns", json=body).status_code == 400
+    tokens = client.get(f"/v1/sessions/{name}").json()["tokens"]
+    client.post(f"/v1/sessions/{name}/rewind", json={"count": tokens}).raise_for_status()
+    take_turn(client, name, "Hi", max_tokens=2)
+    pieces = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
+    text = "".join(piece["text"] for piece in pieces)
+    assert SYSTEM not in text
+    assert system is None or system in text
+
+
 def test_a_different_system_prompt_is_refused(client: httpx.Client) -> None:
     name = new_session(client)
     take_turn(client, name, QUESTIONS[0], system=SYSTEM, max_tokens=4)

@@ -97,9 +97,9 @@ class ChatCommands(ABC):
 
     def run_command(self, line: str) -> str:
         """Run a command; return the message for the user. Raises LeaveChat to end the chat."""
-        name, _, argument = line.strip().partition(" ")
+        name, *rest = line.split(maxsplit=1)
         if name in COMMANDS:
-            return str(getattr(self, f"do_{name[1:]}")(argument.strip()))
+            return str(getattr(self, f"do_{name[1:]}")("".join(rest).strip()))
         similar = difflib.get_close_matches(name, COMMANDS, 1)
         suggestion = f"did you mean {similar[0]}? " if similar else ""
         raise InvalidArgument(f"there is no command {name}; {suggestion}/help lists them")
@@ -131,10 +131,10 @@ class ChatCommands(ABC):
         return "all turns are removed"
 
     def do_set(self, argument: str) -> str:
-        name, _, value = argument.partition(" ")
+        name, *value = argument.split(maxsplit=1) or [""]
         if not name:
             return "\n".join(self.settings.lines())
-        self.settings.set(name, value.strip())
+        self.settings.set(name, "".join(value).strip())
         return next(line.strip() for line in self.settings.lines() if line.split()[0] == name)
 
     def do_memory(self, argument: str) -> str:

@@ -33,7 +33,7 @@ class Passage:
 def split_reference(argument: str) -> tuple[str, str]:
     """Split a command's argument into the reference to a passage, and the rest."""
     quoted = _QUOTED.match(argument)
-    reference = quoted[0] if quoted else argument.partition(" ")[0]
+    reference = quoted[0] if quoted else "".join(argument.split(maxsplit=1)[:1])
     return reference, argument[len(reference) :].strip()
 
 

@@ -115,9 +115,9 @@ class RemoteChat(ChatLoop):
         settings: ChatSettings,
         is_named: bool,
     ):
-        conversation = cast(Conversation, RemoteConversation(client, session_name))
+        conversation = cast(Conversation, RemoteConversation(client, session_name, system))
         super().__init__(Branches(conversation), settings)
-        self._client, self._system, self._is_named = client, system, is_named
+        self._client, self._is_named = client, is_named
         self._temporary_session_names = list[str]()  # deleted at the end of the chat
         self._kept_session_names = set[str]()  # not deleted at the end of the chat
         self._chat_name = session_name if is_named else ""  # "": the chat is deleted at its end
@@ -150,7 +150,7 @@ class RemoteChat(ChatLoop):
         """
         sampling = _generation_fields(self.settings)
         printer, display, has_started = self.new_printer(), QuotedReasoning(), False
-        events = self._session.stream_turn(message, self._system, **sampling)
+        events = self._session.stream_turn(message, self._conversation.system, **sampling)
         try:
             with closing(events):
                 for name, event in events:
@@ -191,7 +191,7 @@ class RemoteChat(ChatLoop):
         self._kept_session_names.add(name)
         self._chat_name = self._chat_name or name
         self.branches.conversations[self.branches.current_name] = cast(
-            Conversation, RemoteConversation(self._client, name)
+            Conversation, RemoteConversation(self._client, name, self._conversation.system)
         )
         return f"now in session {name}, which is saved on the server"
 

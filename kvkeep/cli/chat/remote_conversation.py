@@ -57,12 +57,14 @@ class RemoteTokens:
 
 
 class RemoteConversation:
-    """A session on a server, with those attributes of `Conversation` that commands use."""
+    """A session on a server, with those attributes of `Conversation` that commands use.
 
-    system: str | None = None  # unused: the server stores the system prompt
+    system: of `--system`, or what the user edited it to; None for that of the session.
+    """
 
-    def __init__(self, client: Client, session_name: str):
+    def __init__(self, client: Client, session_name: str, system: str | None):
         self._client = client
+        self.system = system
         self.session = RemoteChatSession(client, session_name)
         self.codec = SimpleNamespace(decode=self._decode)
 
@@ -75,7 +77,7 @@ class RemoteConversation:
         return str(response["content"])
 
     def fork(self) -> "RemoteConversation":
-        return RemoteConversation(self._client, self.session.fork().name)
+        return RemoteConversation(self._client, self.session.fork().name, self.system)
 
     def undo(self) -> int:
         """Rewind the last turn; return its number of tokens."""

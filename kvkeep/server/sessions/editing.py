@@ -13,6 +13,7 @@ from kvkeep.server.body_route import body_router
 from kvkeep.server.limits import LongText, TokenIds
 from kvkeep.server.schemas import StrictBody
 from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenCount, TokenIndex
+from kvkeep.session.conversation import CHAT_NOTES_KEY
 from kvkeep.session.session import Session
 
 router = body_router()
@@ -78,8 +79,10 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
         new_ids = await to_thread(context.tokenizer.encode, body.text)
     is_one_step = body.recompute == "none" and len(new_ids) <= DEFAULT_PREFILL_STEP
     progress = None if is_one_step else context.engine.yield_turn
+    notes = dict[str, Any]()
 
     def apply(session: Session) -> dict[str, Any]:
+        system_before = _system_tokens(session)
         if body.op == "insert":
             assert body.at is not None, "`_check_fields` requires it"
             report = session.insert(body.at, new_ids, body.recompute, progress=progress)
@@ -88,9 +91,18 @@ async def edit(body: EditRequest, context: SessionDep) -> Response:
         else:
             token_range = body.range_arguments()
             report = session.replace(*token_range, new_ids, body.recompute, progress=progress)
+        system = _system_tokens(session)
+        if system != system_before:
+            notes[CHAT_NOTES_KEY] = {"system": context.tokenizer.decode(system) or None}
         return dataclasses.asdict(report)
 
-    return await context.change("edit", apply, len(new_ids), in_steps=not is_one_step)
+    return await context.change("edit", apply, len(new_ids), notes, in_steps=not is_one_step)
+
+
+def _system_tokens(session: Session) -> list[int]:
+    """Return the tokens of a chat's system prompt; [] if there is none."""
+    start, end = session.span_ranges.get("system text", (0, 0))
+    return session.tokens[start:end]
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)
