@@ -45,7 +45,8 @@ def generate(
         help="Resume this session, or start it; saved at the end.",
     ),
     cache_prompt: Path | None = options.file_option(
-        help="Prefill the prompt, save the session to a file, and exit."
+        help="Prefill the prompt, save the session to a file, and exit. An existing snapshot is "
+        "replaced."
     ),
     restore_prompt: Path | None = options.file_option(
         help="Continue from a file that --cache-prompt wrote."

@@ -185,6 +185,18 @@ def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
     assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
 
 
+def test_an_exported_file_is_replaced_by_force_only(invoke, file, tmp_path: Path) -> None:
+    invoke("sessions", "fork", "s", "t", "--at", 32)
+    target = tmp_path / "backup"
+    assert invoke("sessions", "export", "s", target).exit_code == 0
+    refused = invoke("sessions", "export", "t", target)
+    assert refused.exit_code == 2
+    assert "--force replaces it" in refused.stderr
+    assert target.read_bytes() == file.read_bytes()
+    assert invoke("sessions", "export", "t", target, "--force").exit_code == 0
+    assert target.read_bytes() == file.with_name("t.kvkeep").read_bytes()
+
+
 @pytest.mark.parametrize("command", ["fork", "export", "import"])
 def test_a_copy_is_of_what_was_verified(
     invoke, file: Path, tmp_path: Path, monkeypatch, command

@@ -92,11 +92,14 @@ def export(
     name: str,
     file: Path,
     codec: "Codec | None" = choice_option(CODEC_NAMES, CODEC_HELP, show_default="as it is"),
+    force: bool = option(is_flag=True, help="Replace an existing snapshot file."),
     store: str | None = STORE_OPTION,
 ) -> None:
     """Write a session to a file, to import on another machine."""
     source = open_session_store(store).existing_path(name)
     check_output_path(file, "snapshot")
+    if file.exists() and file.stat().st_size and not force:
+        raise InvalidArgument(f"{file} exists; --force replaces it")
     from kvkeep import Snapshot
 
     file = file.resolve()
