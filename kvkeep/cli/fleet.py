@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.lazy import OptionsOnlyCommand
-from kvkeep.cli.options import command, compact_at_option, option, option_group
+from kvkeep.cli.options import FiniteRange, command, compact_at_option, option, option_group
 from kvkeep.cli.output import say
 from kvkeep.cli.serving_options import ServingOptions, require_server_packages
 from kvkeep.errors import InvalidArgument
@@ -56,7 +56,7 @@ def fleet(
     ),
     lease: float = option(
         metavar="SECONDS",
-        type=click.FloatRange(0.5, 600),
+        type=FiniteRange(0.5, 600),
         default=2.0,
         help="Time before another server takes over a killed server's sessions.",
     ),

@@ -60,7 +60,7 @@ class LazyGroup(click.Group):
             name = args[0].lower()
             similar_names = get_close_matches(name, self.lazy_commands, 1)
             if name in self.equivalents:
-                argument = args[1] if len(args) > 1 else "MODEL"
+                argument = next((word for word in args[1:] if not word.startswith("-")), "MODEL")
                 suggestion = f"`{self.equivalents[name].replace('MODEL', argument)}`"
             elif name in self.lazy_commands:
                 suggestion = name

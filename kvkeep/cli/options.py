@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import secrets
 import sys
@@ -48,7 +49,7 @@ def parse_size(text: str) -> int:
     """Option type: a number of bytes, such as 8GB or 500MB."""
     size = parse_size_or_zero(text)
     if not size:
-        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
+        raise _not_a_size(text)
     return size
 
 
@@ -61,8 +62,26 @@ def parse_size_or_zero(text: str) -> int:
     except (ValueError, OverflowError):
         size = -1
     if size < 0:
-        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
+        raise _not_a_size(text)
     return size
+
+
+def _not_a_size(text: str) -> click.BadParameter:
+    return click.BadParameter(
+        f"expected a size such as 8GB or 500MB, in KB, MB, GB, KiB, MiB or GiB; found {text!r}"
+    )
+
+
+class FiniteRange(click.FloatRange):
+    """Option type: a finite number in a range. `click.FloatRange` accepts NaN."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 def checked_type(parse: Callable[[str], str]) -> Callable[[str], str]:
@@ -154,7 +173,7 @@ def compact_at_option() -> Any:
     return option(
         "--compact-at",
         metavar="X",
-        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        type=FiniteRange(0, 1, min_open=True, max_open=True),
         show_default="never",
         help="Compact a session of policy full before a turn that would exceed this part of "
         "--max-kv-size, such as 0.8.",
@@ -263,6 +282,8 @@ class OutputOptions:
     def check(self) -> None:
         """Raise InvalidArgument if the report cannot be written, or would replace another file."""
         if self.report is not None:
+            if str(self.report) == STDIN:
+                raise InvalidArgument("--report needs a file; - is not one")
             check_writable(self.report)
             _require_own_file("report", self.report)
 

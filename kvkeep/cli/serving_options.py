@@ -19,6 +19,7 @@ from kvkeep.cli.memory import (
 from kvkeep.cli.model_options import prefill_step_option
 from kvkeep.cli.options import (
     SPECULATE_OPTION,
+    FiniteRange,
     checked_type,
     choice_option,
     file_option,
@@ -130,7 +131,7 @@ class ServingOptions:
     )
     reread_share: float = option(
         metavar="SHARE",
-        type=click.FloatRange(0, 1),
+        type=FiniteRange(0, 1),
         default=0.05,
         help="Limit on re-evaluation in place: stop once this share of the prompt's tokens is "
         "evaluated, new ones included. --reread tokens in total are always allowed. 1: no limit.",
@@ -138,7 +139,7 @@ class ServingOptions:
     speculate: bool = SPECULATE_OPTION
     grace: float = option(
         metavar="SECONDS",
-        type=click.FloatRange(0, 3600),
+        type=FiniteRange(0, 3600),
         default=10.0,
         help="Time for running requests to finish at shutdown.",
     )

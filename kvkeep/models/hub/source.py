@@ -131,6 +131,8 @@ def _find_origin(model: str) -> _Origin | Path | None:
 
     Raises ModelNotFound for what cannot be a path here, or may not be looked up.
     """
+    if not model:
+        raise ModelNotFound("the name of the model is empty")
     try:
         named_model = named_models().get(model)
         path = named_model.path if named_model else Path(model).expanduser()
