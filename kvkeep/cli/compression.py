@@ -101,7 +101,7 @@ def calibrate(
     output: Path | None = file_option(
         "-o",
         metavar="FILE.kvcal",
-        show_default="where every command finds it",
+        show_default="kvkeep's data folder, used by default",
         help="Output file. An existing calibration in it is replaced.",
     ),
     basis_only: bool = option(

@@ -120,8 +120,8 @@ class Memory:
             raise ContextFull(
                 f'policy "{self.policy.name}" holds at most {self.policy.max_kv_size} tokens: '
                 f"{self.cache.cells} are in the cache, up to {self.cache.reach} positions back, "
-                f'and {count} more do not fit; policy="sliding" generates indefinitely in a fixed '
-                "budget"
+                f'so {count} more cannot be added; policy="sliding" generates indefinitely in a '
+                "fixed budget"
             )
 
     @property

@@ -179,8 +179,8 @@ class _ChatOpening:
         run = SessionRun("chat", opened, self.output, settings.resolved_sampling.seed)
         if self.compact_at is not None and opened.session.policy != "full":
             raise InvalidArgument(
-                f"--compact-at needs --policy full; found {opened.session.policy}, which keeps to "
-                "its budget by itself"
+                f"--compact-at needs --policy full; found {opened.session.policy}, which "
+                "already evicts at its budget"
             )
         if file is not None:
             label, codec = f"session {self.session}", self.codec or opened.codec
@@ -227,8 +227,8 @@ def _open_conversation(
         session_system = opened.notes.get(CHAT_NOTES_KEY, {}).get("system")
     if system not in (None, session_system):
         raise InvalidArgument(
-            "--system must match the session's system prompt, which cannot be changed; leave it "
-            "out, or start a new session"
+            "--system must be the session's system prompt: leave it out, and change the prompt "
+            "with /edit system TEXT; or start a new session"
         )
     if opened.notes.get(UNREAD_KEY):
         raise InvalidArgument(
