@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoTokenizer,
     CohereTokenizer,
@@ -70,16 +71,34 @@ def test_ids_equal_transformers_class(trained, read, pre: str, tokenizer_class: 
         assert tokenizer.decode(ids) == reference.decode(ids)
 
 
+# The names for which src/llama-vocab.cpp of llama.cpp sets ignore_merges.
+WHOLE_WORDS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("glm4", "glm5", "tekken", "youtu", "minicpm5"),
+)
+
+
 def test_llama3_ids_equal_transformers_converter(trained, read) -> None:
     vocab, merges = trained
-    for pre in ("llama-bpe", "lfm2", "falcon3", "pixtral", "dbrx", "glm4"):
+    for pre in ("llama-bpe", "lfm2", "falcon3", "pixtral", "dbrx", "glm4", "chatglm-bpe"):
         converter = TikTokenConverter()
-        model = BPE(vocab, merges, ignore_merges=PRE_TOKENIZERS[pre].ignore_merges)
+        model = BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS)
         converter.tokenizer = lambda model=model: Tokenizer(model)
         reference, tokenizer = converter.converted(), read(pre)
         for text in TEXTS:
             ids = reference.encode(text).ids
             assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+
+
+def test_a_word_that_is_a_token_is_encoded_as_it_where_llama_cpp_does(tmp_path: Path) -> None:
+    # The merges that come first lead past the token "Ġabc".
+    tokens = [*sorted(ByteLevel.alphabet()), "Ġa", "bc", "abc", "Ġabc"]
+    merges, types = ["Ġ a", "b c", "a bc", "Ġ abc"], [NORMAL] * len(tokens)
+    for pre in {*PRE_TOKENIZERS, *WHOLE_WORDS} - {"default"}:
+        fields = {"pre": pre, "merges": merges, "add_bos_token": False}
+        tokenizer = tokenizer_from_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, fields)
+        expected = ["Ġabc"] if pre in WHOLE_WORDS else ["Ġa", "bc"]
+        assert (pre, tokenizer.encode(" abc").tokens) == (pre, expected)
 
 
 @pytest.mark.parametrize("pre", ["gpt-4o", "llama4", "tekken", "qwen35", "megrez"])

@@ -128,7 +128,8 @@ _BY_NAMES = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": PreTokenizerSpec(
         (_GPT4,), ignore_merges=True, add_bos=True
     ),
-    "dbrx smaug-bpe glm4 chatglm-bpe": PreTokenizerSpec((_GPT4,)),
+    "dbrx smaug-bpe chatglm-bpe": PreTokenizerSpec((_GPT4,)),
+    "glm4 glm5": PreTokenizerSpec((_GPT4,), ignore_merges=True),
     "qwen2 deepseek-r1-qwen stablelm2": PreTokenizerSpec((_gpt4_words(_DIGIT),), nfc=True),
     "hunyuan solar-open grok-2 kormo megrez": PreTokenizerSpec((_gpt4_words(_DIGIT),)),
     "qwen35": PreTokenizerSpec((_gpt4_words(_DIGIT, r"\p{L}\p{M}"),), nfc=True),
