@@ -1,12 +1,15 @@
 """A loaded model as its sessions use it: weights, tokenizer, and identity."""
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvkeep.executors import ComputePath, compute_path_of
 from kvkeep.models.layers.decoder import Decoder
@@ -19,7 +22,7 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids, message_end_ids
 from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
-from kvkeep.session.default_sampling import model_sampling
+from kvkeep.session.default_sampling import model_sampling, suppressed_tokens
 from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 from kvkeep.version import __version__
@@ -77,8 +80,23 @@ class LoadedModel:
 
         Raises BadModelFile if a recommendation is out of range.
         """
+        return model_sampling(*self._generation_config)
+
+    @cached_property
+    def suppressed_tokens(self) -> NDArray[np.int64]:
+        """Ids `[n]` of tokens that are never sampled, whatever a request says: `suppress_tokens` of
+        the model's generation_config.json, or of its GGUF file.
+
+        Raises BadModelFile if they are invalid.
+        """
+        values, source = self._generation_config
+        return suppressed_tokens(values, self.spec.vocab_size, source)
+
+    @cached_property
+    def _generation_config(self) -> tuple[Mapping[str, Any], object]:
+        """The contents of generation_config.json, {} if there is none, and its name in messages."""
         path = self.folder / "generation_config.json"
-        return model_sampling(read_json(path) if path.exists() else {}, path)
+        return (read_json(path) if path.exists() else {}), path
 
     @cached_property
     def pooling(self) -> Pooling:

@@ -85,6 +85,7 @@ def load_model(
     codec = TextCodec.open(folder)
     decoder = _load_decoder(folder, spec, DTYPES[dtype], torch_device, weights, progress)
     loaded_model = Model(name, folder, decoder, codec)
+    _ = loaded_model.suppressed_tokens  # read while the folder is there
     warn_of_slow_path(slow_path_message(loaded_model.path))
     trim_memory()  # reading a tokenizer leaves as much free memory as it takes
     return loaded_model

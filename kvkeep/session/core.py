@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep import validation
@@ -78,12 +80,12 @@ class SessionState:
             self.memory.change_policy(keep=num_tokens)
             self.keep_whole_prompt = False
 
-    def sample(self, logits: Tensor, sampling: Sampling) -> int:
-        """Return a sampled token id. logits: `[vocab]` float32."""
+    def sample(self, logits: Tensor, sampling: Sampling, suppressed: NDArray[np.int64]) -> int:
+        """Return a sampled token id. logits: `[vocab]` float32. suppressed: as of `Sampler`."""
         if sampling.temperature:
             # A copy, as a failed call must not advance the generator of the present state.
             self.sampler = Sampler.from_state(self.sampler.state())
-        return self.sampler.sample(logits, self.memory.tokens, sampling)
+        return self.sampler.sample(logits, self.memory.tokens, sampling, suppressed)
 
     def truncate_spans(self, num_tokens: int) -> None:
         """Cut every span off after the first `num_tokens` tokens of the session."""

@@ -42,7 +42,8 @@ def decode_step(
     several sessions (a `GroupStep`).
     """
     with session_transaction(cores) as states:
-        tokens = list(map(SessionState.sample, states, logits, samplings))
+        suppressed = [core.model.suppressed_tokens for core in cores]
+        tokens = list(map(SessionState.sample, states, logits, samplings, suppressed))
         for core, state, token, sampling in zip(cores, states, tokens, samplings, strict=True):
             end_ids = core.model.end_token_ids
             keep_answer_end(state.memory, core.model.text, token, end_ids, sampling.stop)

@@ -1,8 +1,11 @@
-"""The sampling parameters of a request that gives none, and how a request's own join them."""
+"""What a model's generation_config.json says about sampling, and how a request's own join it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.session.sampling import Sampling
@@ -28,6 +31,24 @@ def model_sampling(generation_config: Mapping[str, Any], source: object) -> Samp
         return with_parameters(DEFAULT_SAMPLING, parameters)
     except InvalidArgument as error:
         raise BadModelFile(f"{source}: {error}") from error
+
+
+def suppressed_tokens(
+    generation_config: Mapping[str, Any], vocab_size: int, source: object
+) -> NDArray[np.int64]:
+    """Return the ids `[n]` of the tokens that are never sampled: `suppress_tokens`.
+
+    Ids beyond the vocabulary are left out, as in transformers and llama.cpp. source: as of
+    `model_sampling`. Raises BadModelFile if it is no list of whole numbers.
+    """
+    ids = generation_config.get("suppress_tokens")
+    if ids is None:
+        ids = []
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise BadModelFile(
+            f"{source}: suppress_tokens must be a list of token ids, found {str(ids)[:80]}"
+        )
+    return np.array(sorted({x for x in ids if 0 <= x < vocab_size}), dtype=np.int64)
 
 
 def with_parameters(defaults: Sampling, parameters: Mapping[str, Any]) -> Sampling:

@@ -20,6 +20,7 @@ from kvkeep.session.sampling import Sampling
 _LARGEST_LOGIT = float(np.finfo(np.float32).max)
 _Floats: TypeAlias = NDArray[np.float32]
 _Ids: TypeAlias = NDArray[np.int64]
+_NO_IDS: _Ids = np.array([], dtype=np.int64)
 
 
 class Sampler:
@@ -51,11 +52,21 @@ class Sampler:
             ) from error
         return sampler
 
-    def sample(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
-        """Return a token id. logits: `[vocab]` float32, finite. tokens: all so far."""
+    def sample(
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        suppressed: NDArray[np.int64] = _NO_IDS,
+    ) -> int:
+        """Return a token id. logits: `[vocab]` float32, finite. tokens: all so far.
+
+        suppressed: ids `[n]` of tokens that are not sampled, unless a constraint allows no others.
+        """
+        scores = _process_logits(logits, tokens, sampling, suppressed)
         if sampling.greedy:
-            return int(_process_logits(logits, tokens, sampling).argmax())
-        ids, weights = _candidates(logits, tokens, sampling)
+            return int(scores.argmax())
+        ids, weights = _candidates(scores, sampling)
         cumulative = _cumulative(weights)
         threshold = self._draw_uniform(sampling.seed) * cumulative[-1]
         index = int(cumulative.searchsorted(threshold, side="right"))
@@ -74,17 +85,16 @@ def distribution(
 
     logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
+    scores = _process_logits(logits, tokens, sampling, _NO_IDS)
     if sampling.greedy:
-        largest = int(_process_logits(logits, tokens, sampling).argmax())
-        ids, weights = np.array([largest], dtype=np.int64), np.ones(1, dtype=np.float32)
+        ids, weights = np.array([scores.argmax()]), np.ones(1, dtype=np.float32)
     else:
-        ids, weights = _candidates(logits, tokens, sampling)
+        ids, weights = _candidates(scores, sampling)
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
-def _candidates(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> tuple[_Ids, _Floats]:
-    """Return what `distribution` does, for a temperature above 0."""
-    scores = _process_logits(logits, tokens, sampling)
+def _candidates(scores: _Floats, sampling: Sampling) -> tuple[_Ids, _Floats]:
+    """Return what `distribution` does, for a temperature above 0. scores: `[vocab]`."""
     # At most float32's largest: with a higher temperature, forbidden tokens would become NaN.
     temperature = np.float32(min(sampling.temperature, _LARGEST_LOGIT))
     with np.errstate(over="ignore"):  # to minus infinity, at a low temperature
@@ -97,7 +107,7 @@ def _candidates(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> tu
 def _top_k_ids(scores: _Floats, k: int) -> _Ids | None:
     """Return the ids of the `k` largest scores and of ties with the last of them; None for all.
 
-    Without those that a constraint forbids, whose score is minus infinity.
+    Without those that are forbidden, whose score is minus infinity.
     """
     if not 0 < k < len(scores):
         return None
@@ -154,7 +164,9 @@ def _sorted_by_weight(weights: _Floats, ids: _Ids) -> tuple[_Floats, _Ids]:
     return weights[order], ids[order]
 
 
-def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> _Floats:
+def _process_logits(
+    logits: Tensor, tokens: Sequence[int], sampling: Sampling, suppressed: _Ids
+) -> _Floats:
     """Return the scores to sample from, `[vocab]`. logits: `[vocab]` float32, finite."""
     sampling.require_vocabulary(len(logits))
     scores = _array(logits)
@@ -168,7 +180,14 @@ def _process_logits(logits: Tensor, tokens: Sequence[int], sampling: Sampling) -
         scores = _penalise_repeats(scores, np.asarray(recent, dtype=np.int64), sampling)
     if sampling.constraint is not None:
         scores = _array(sampling.constraint.masked(torch.from_numpy(scores)))
-    return scores
+    return _suppress(scores, suppressed) if len(suppressed) else scores
+
+
+def _suppress(scores: _Floats, ids: _Ids) -> _Floats:
+    """Return scores with minus infinity for tokens, unless nothing else is allowed."""
+    others = scores.copy()
+    others[ids] = -np.inf
+    return scores if others.max() == -np.inf else others
 
 
 def _array(logits: Tensor) -> _Floats:

@@ -41,7 +41,7 @@ class Sampling:
     """Sampling parameters. The default is greedy.
 
     They apply in the order: bias, penalties, constraint, temperature, top_k, top_p, min_p, as in
-    transformers.
+    transformers. Whatever they are, the `suppressed_tokens` of the model are not sampled.
 
     temperature: divides the logits; 0, and anything that float32 cannot divide by (below 1.2e-38),
         takes the most likely token.

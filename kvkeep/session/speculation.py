@@ -110,7 +110,10 @@ class Speculation:
             if self.sampling.temperature:  # a draw that is not taken must not advance it
                 sampler = Sampler.from_state(sampler.state())
             try:
-                sampled = sampler.sample(logits[count - 1], recent_tokens, self.sampling)
+                suppressed = self.core.model.suppressed_tokens
+                sampled = sampler.sample(
+                    logits[count - 1], recent_tokens, self.sampling, suppressed
+                )
             except Exception:  # raised again when this token is sampled next time
                 return count
             if sampled != rows[count]:
@@ -207,7 +210,10 @@ def _sample_runs(
     with session_transaction([speculation.core for speculation in speculations]) as states:
         members = list(zip(speculations, states, strict=True))
         sampled = zip(members, all_logits, strict=True)
-        firsts = [state.sample(logits, each.sampling) for (each, state), logits in sampled]
+        firsts = [
+            state.sample(logits, each.sampling, each.core.model.suppressed_tokens)
+            for (each, state), logits in sampled
+        ]
         wanted = zip(speculations, firsts, max_tokens, strict=True)
         drafts = [each.draft(first, limit) for each, first, limit in wanted]
         lengths = [0] * len(drafts)

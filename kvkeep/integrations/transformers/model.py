@@ -1,6 +1,7 @@
 """A transformers model as a kvkeep model."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -37,8 +38,6 @@ from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.packed import converted_file
 from kvkeep.runtime.cpu import limit_torch_threads
 from kvkeep.runtime.worker import compute_lock
-from kvkeep.session.default_sampling import model_sampling
-from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint, weights_digest
 from kvkeep.types import DtypeName
 
@@ -82,10 +81,10 @@ class TransformersModel(Model):
         )
 
     @cached_property
-    def default_sampling(self) -> Sampling:
+    def _generation_config(self) -> tuple[Mapping[str, Any], object]:
         model = self.executor.model
-        recommended = model.generation_config.to_diff_dict() if model.can_generate() else {}
-        return model_sampling(recommended, "the model's generation_config")
+        values = model.generation_config.to_diff_dict() if model.can_generate() else {}
+        return values, "the model's generation_config"
 
     @property
     def arithmetic(self) -> dict[str, str]:

@@ -83,6 +83,7 @@ _SAMPLING_FIELDS = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
@@ -130,13 +131,15 @@ def eos_token_ids(file: GgufFile) -> list[int]:
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """Return the contents of generation_config.json: end tokens, and recommended sampling."""
+    """Return the contents of generation_config.json: end tokens, and what it says of sampling."""
     eos_ids = eos_token_ids(file)
-    sampling = {
+    sampling: dict[str, Any] = {
         name: max(0, file.integer(key)) if name == "top_k" else file.rounded_number(key)
         for key, name in _SAMPLING_FIELDS.items()
         if file.has(key)
     }
+    if file.has(_SUPPRESSED_KEY):
+        sampling["suppress_tokens"] = file.integers(_SUPPRESSED_KEY)
     return {"eos_token_id": eos_ids, **sampling} if eos_ids else sampling
 
 
