@@ -140,8 +140,9 @@ def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
     """Read the tensors of the language model from safetensors files, checked against `spec`."""
-    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    all_tensors = read_tensors(folder, dtype, device, progress, partial(is_text_part, spec))
+    is_wanted = partial(is_text_part, spec)
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder, is_wanted)), folder)
+    all_tensors = read_tensors(folder, dtype, device, progress, is_wanted)
     tensors = decoder_tensors(spec, all_tensors)
     check_head(spec, tensors, folder)
     return tensors

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.cells import UNDO_TOKENS, group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
-from kvkeep.models.weights.checkpoint import decoder_shapes
+from kvkeep.models.weights.checkpoint import decoder_shapes, is_text_part
 from kvkeep.models.weights.packed import WEIGHT_FORMATS, converted_file, quantised_formats
 from kvkeep.models.weights.packed_file import read_packed
 from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
@@ -91,7 +92,8 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     folder = _find_folder(name)
     spec, converted_path = read_spec(folder), converted_file(folder)
     if converted_path is None:
-        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+        shapes_read = read_shapes(folder, partial(is_text_part, spec))
+        check_tensors(spec, decoder_shapes(spec, shapes_read), folder)
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group_facts(spec, group, DTYPES[dtype]) for group in spec.groups)
     limitation, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import write_small_folder
+from small_models import small_tokenizer, write_small_folder
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +23,7 @@ from transformers import (
 
 import kvkeep
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.model_facts import model_facts
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.weights.tensors import check_tensors, read_shapes, read_tensors
 
@@ -124,6 +125,46 @@ def test_a_missing_or_shortened_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / shard).unlink()
     with pytest.raises(BadModelFile, match=shard):
         read_tensors(tmp_path, torch.float32, CPU, progress=False)
+
+
+def test_an_index_that_names_another_shard_for_a_tensor_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path, max_shard_size="30KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = next(x for x in index["weight_map"].values() if "00001" not in x)
+    name = next(n for n, x in index["weight_map"].items() if x != shard)
+    index["weight_map"][name] = shard
+    path.write_text(json.dumps(index))
+    with pytest.raises(BadModelFile, match=rf"{shard} does not contain {name}"):
+        kvkeep.load_model(str(write_tokenizer(tmp_path)), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_integers_without_a_quantization_config_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, folder / "model.safetensors")
+    monkeypatch.setattr("kvkeep.loader.read_tensors", None)
+    with pytest.raises(UnsupportedModel, match=rf"{name} has the dtype .*quantization_config"):
+        kvkeep.load_model(str(folder), dtype="float32")
+    with pytest.raises(UnsupportedModel, match=name):
+        model_facts(str(folder))
+
+
+def test_integers_that_no_text_needs_do_not_matter(tmp_path: Path) -> None:
+    names = ("vision_tower.ids", "mlp.experts.up_proj_blocks", "mlp.experts.up_proj_scales")
+    bytes_by_name = {name: torch.zeros(1, dtype=torch.uint8) for name in names}
+    save_file(bytes_by_name, tmp_path / "model.safetensors")
+    assert set(read_shapes(tmp_path, lambda name: "vision" not in name)) == set(names)
+    with pytest.raises(UnsupportedModel, match=r"vision_tower\.ids"):
+        read_shapes(tmp_path)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text(small_tokenizer().to_str())
+    return folder
 
 
 def test_a_folder_without_safetensors_names_the_expected_files(tmp_path: Path) -> None:

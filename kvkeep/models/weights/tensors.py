@@ -19,6 +19,8 @@ from kvkeep.models.spec.state_layers import is_float32_weight
 from kvkeep.runtime.signals import interrupts_deferred
 
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_MXFP4_ENDINGS = ("_blocks", "_scales")
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -61,13 +63,30 @@ def read_tensors(
     return tensors
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Read the shape of each tensor from the files' headers. Raises BadModelFile."""
+def read_shapes(
+    folder: Path, is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, tuple[int, ...]]:
+    """Read the shape of each tensor from the files' headers.
+
+    is_wanted: whether a tensor will be read; the dtype of others does not matter.
+
+    Raises BadModelFile, and UnsupportedModel for a wanted tensor that is not of floats.
+    """
     shapes = {}
     for path, names in _names_by_file(folder).items():
         with _open_safetensors(path) as file:
             for name in names:
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+                try:
+                    entry = file.get_slice(name)
+                except SafetensorError as error:
+                    raise _missing_error(path, name, error) from error
+                if is_wanted(name) and not _is_readable(name, entry.get_dtype()):
+                    raise UnsupportedModel(
+                        f"{path}: {name} has the dtype {entry.get_dtype()}, and config.json has no "
+                        "quantization_config that says how to read it: use the model's bf16 "
+                        "safetensors or a .gguf file"
+                    )
+                shapes[name] = tuple(entry.get_shape())
     return shapes
 
 
@@ -180,8 +199,16 @@ def _read_tensor(file: safe_open, path: Path, name: str) -> Tensor:
             tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
     except SafetensorError as error:
-        message = f"{path} does not contain {name} ({error}); fetch the model again"
-        raise BadModelFile(message) from error
+        raise _missing_error(path, name, error) from error
+
+
+def _missing_error(path: Path, name: str, error: SafetensorError) -> BadModelFile:
+    return BadModelFile(f"{path} does not contain {name} ({error}); fetch the model again")
+
+
+def _is_readable(name: str, dtype: str) -> bool:
+    """Whether a tensor is of floats, or of MXFP4's bytes. dtype: its safetensors name."""
+    return dtype in _FLOATS or (dtype == "U8" and name.endswith(_MXFP4_ENDINGS))
 
 
 def _open_safetensors(path: Path) -> safe_open:
