@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.text.added_tokens import add_stated_tokens
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens, encoded_ids
 from kvkeep.models.text.tekken import correct_words
@@ -31,7 +32,10 @@ class TextCodec:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Load the tokenizer. Raises BadModelFile if tokenizer.json is missing, empty or broken."""
+        """Load the tokenizer. Raises BadModelFile if tokenizer.json is missing, empty or broken.
+
+        Warns of tokens that other files state in contradiction to it.
+        """
         path = folder / "tokenizer.json"
         if not path.exists():
             raise BadModelFile(
@@ -46,6 +50,7 @@ class TextCodec:
             raise BadModelFile(
                 f"{path} is not a valid tokenizer ({error}); fetch the model again"
             ) from error
+        add_stated_tokens(tokenizer, folder)
         correct_words(tokenizer, folder)
         tokenizer.no_truncation()
         tokenizer.no_padding()
