@@ -368,6 +368,7 @@ def test_local_layers_follow_the_config(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1 << 39}, BadModelFile, "layers"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "Gemma 2"),
         ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention"),
+        ({"is_causal": False}, UnsupportedModel, "bidirectional attention.*is_causal"),
         ({"hidden_activation": "gelu"}, UnsupportedModel, "'gelu'"),
         (
             {"architectures": ["Cohere2ForCausalLM"], "use_qk_norm": True},

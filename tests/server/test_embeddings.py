@@ -251,10 +251,16 @@ def test_other_poolings_are_refused_by_name(
 
 def test_bidirectional_models_are_refused(tmp_path: Path) -> None:
     folder = embedding_folder(tmp_path, "mean_tokens")
-    config = json.loads((folder / "config.json").read_text()) | {"is_causal": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="bidirectional"):
-        read_pooling(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for fields, named in (
+        ({"is_causal": False}, "is_causal"),
+        ({"use_bidirectional_attention": True, "is_causal": True}, "use_bidirectional_attention"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        with pytest.raises(UnsupportedModel, match=rf"bidirectional \({named}\)"):
+            read_pooling(folder)
+        with pytest.raises(UnsupportedModel, match=rf"bidirectional.*\({named}\)"):
+            load_model(str(folder), dtype="float32")
 
 
 def test_a_checkpoint_without_a_head_is_loaded(folder: Path, tmp_path: Path) -> None:

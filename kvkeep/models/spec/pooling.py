@@ -45,9 +45,12 @@ def read_pooling(folder: Path) -> Pooling:
             "neither; use an embedding model, such as Qwen3-Embedding-0.6B"
         )
     config = read_json(folder / "config.json")
-    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        field = "is_causal" if "is_causal" in config else "use_bidirectional_attention"
-        raise UnsupportedModel(_CAUSAL_ONLY.format(field))
+    is_bidirectional = {
+        "is_causal": config.get("is_causal") is False,
+        "use_bidirectional_attention": bool(config.get("use_bidirectional_attention")),
+    }
+    if fields := [field for field, is_stated in is_bidirectional.items() if is_stated]:
+        raise UnsupportedModel(_CAUSAL_ONLY.format(" and ".join(fields)))
     modules = [(str(module.get("type", "")).split(".")[-1], module) for module in _modules(path)]
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):

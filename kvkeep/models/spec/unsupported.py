@@ -36,6 +36,7 @@ _UNSUPPORTED_FIELDS: tuple[tuple[Collection[str], str, tuple[object, ...], str],
         (None, False, "vision"),
         "with bidirectional attention, for embeddings,",
     ),
+    (FAMILIES, "is_causal", (None, True), "with bidirectional attention, for embeddings,"),
 )
 _MAMBA = "has state layers (Mamba)"
 _LATENT = "uses multi-head latent attention (MLA)"
