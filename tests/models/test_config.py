@@ -489,6 +489,49 @@ def test_invalid_gemma_3n_config_is_refused(
         read_spec(write(tmp_path, GEMMA3N | fields))
 
 
+def test_gemma_4_scales_and_caps_attention_in_no_other_way(tmp_path: Path) -> None:
+    """transformers' Gemma4TextConfig does not have these fields, and its forward ignores them."""
+    fields = {"query_pre_attn_scalar": 7, "attn_logit_softcapping": 5.0}
+    plain = read_spec(write(tmp_path, GEMMA4))
+    assert read_spec(write(tmp_path, GEMMA4 | fields)) == plain
+    assert plain.softmax_scale == 1
+
+
+STATES = {
+    "Lfm2": LFM2,
+    "Qwen3_5": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "Bamba": {"attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 16},
+    "GraniteMoeHybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 32,
+        "num_local_experts": 0,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+    },
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16},
+    "NemotronH": {"hybrid_override_pattern": "M*-"},
+}
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_state_layers_with_another_activation_are_refused(tmp_path: Path, family: str) -> None:
+    config = PLAIN | {"architectures": [f"{family}ForCausalLM"]} | STATES[family]
+    field = "mamba_hidden_act" if family == "NemotronH" else "hidden_act"
+    plain = read_spec(write(tmp_path, config))
+    assert plain.states is not None
+    for activation in ("silu", "swish"):
+        assert read_spec(write(tmp_path, config | {field: activation})) == plain
+    for activation in ("gelu_pytorch_tanh", "relu2", None, 5):
+        with pytest.raises(UnsupportedModel, match=str(activation)):
+            read_spec(write(tmp_path, config | {field: activation}))
+
+
+def test_layers_with_attention_alone_may_have_another_activation(tmp_path: Path) -> None:
+    config = PLAIN | STATES["GraniteMoeHybrid"] | {"layer_types": ["attention"] * 3}
+    config |= {"architectures": ["GraniteMoeHybridForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    assert read_spec(write(tmp_path, config)).activation == "gelu_tanh"
+
+
 def test_gemma_3n_width_may_be_stated_once_or_per_layer(
     tmp_path: Path,
 ) -> None:

@@ -162,11 +162,14 @@ def _multiplier_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         return {}
     fields = {
         "embedding_multiplier": math.sqrt(config.positive_int("hidden_size")),
-        "attention_multiplier": 1.0
-        if family.is_gemma3n  # published files state another one, which the forward ignores
-        else config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": config.positive_float("attn_logit_softcapping", default=0.0),
+        "attention_multiplier": 1.0,
     }
+    # The forward of Gemma 3n and 4 ignores these fields, which published files of Gemma 3n state.
+    if not (family.is_gemma3n or family.is_gemma4):
+        scalar = config.positive_float("query_pre_attn_scalar", default=256)
+        fields["attention_multiplier"] = scalar**-0.5
+        softcap = config.positive_float("attn_logit_softcapping", default=0.0)
+        fields["attention_softcap"] = softcap
     if not family.no_logits_softcap:
         fields["logits_softcap"] = config.positive_float("final_logit_softcapping", default=0.0)
     return fields

@@ -31,6 +31,7 @@ def mamba_fields(config: ConfigFields) -> dict[str, Any]:
         fields["unrotated_layers"] = tuple(sorted(attending))
     if not layers:
         return fields
+    require_silu(config, "hidden_act")
     inner_size = config.positive_int("mamba_expand") * config.positive_int("hidden_size")
     return {**fields, "states": _mamba_states(config, layers, inner_size)}
 
@@ -41,6 +42,7 @@ def falcon_h1_fields(config: ConfigFields) -> dict[str, Any]:
         raise config.invalid_error("num_hidden_layers", f"at most {MAX_LAYERS}")
     if bool(config.get("projectors_bias")) != bool(config.get("mamba_proj_bias")):
         raise config.unsupported_error("only one of Mamba-2's projections has a bias")
+    require_silu(config, "hidden_act")
     hidden_size, heads = (config.positive_int(x) for x in ("hidden_size", "num_attention_heads"))
     inner_size = config.positive_int(
         "mamba_d_ssm", default=config.positive_int("mamba_expand") * hidden_size
@@ -126,6 +128,7 @@ def nemotron_h_fields(config: ConfigFields) -> dict[str, Any]:
         fields["dense_layers"] = layers_of[_MLP]
         fields["expert_latent_size"] = config.non_negative_int("moe_latent_size", default=0)
     if layers := layers_of[_STATE]:
+        require_silu(config, "mamba_hidden_act")
         inner_size = config.positive_int("mamba_n_heads") * config.positive_int("mamba_d_head")
         fields["states"] = _mamba_states(config, layers, inner_size)
     return fields
@@ -204,6 +207,13 @@ def _is_unlimited(limit: Any) -> bool:
         return True
     endless = (math.inf, "Infinity", {"__float__": "Infinity"})
     return isinstance(limit, list) and len(limit) == 2 and limit[0] == 0 and limit[1] in endless
+
+
+def require_silu(config: ConfigFields, field: str) -> None:
+    """Raise UnsupportedModel if the field states another activation: that of state layers."""
+    activation = config.get(field, "silu")
+    if activation not in ("silu", "swish"):
+        raise config.unsupported_error(f"state layers with activation {activation!r} ({field})")
 
 
 def state_layers(config: ConfigFields, layer_types: Any, state_type: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from kvkeep.models.spec.config_mamba import (
     falcon_h1_fields,
     mamba_fields,
     nemotron_h_fields,
+    require_silu,
     state_layers,
 )
 from kvkeep.models.spec.family import Family
@@ -42,6 +43,7 @@ def _lfm2_fields(config: ConfigFields) -> dict[str, Any]:
     if layer_types is None and config.get("full_attn_idxs") is not None:
         layer_types = _types_by_index(config)
     layers = state_layers(config, layer_types, "conv")
+    require_silu(config, "hidden_act")  # transformers has it in any case
     fields = {"intermediate_size": _lfm2_mlp_width(config)}
     if not layers:
         return fields
@@ -62,6 +64,7 @@ def _delta_net_fields(config: ConfigFields) -> dict[str, Any]:
     layers = state_layers(config, layer_types, "linear_attention")
     if not layers:
         return {}
+    require_silu(config, "hidden_act")
     key_heads, value_heads, key_dim, value_dim, width = (
         config.positive_int(f"linear_{name}")
         for name in (

@@ -80,7 +80,6 @@ GEMMA4 = replace(
         **GEMMA3.defaults,
         VOCAB: 262144,
         WINDOW: 512,
-        "query_pre_attn_scalar": 1,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
     },
