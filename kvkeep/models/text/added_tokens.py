@@ -98,9 +98,10 @@ def _embedding_rows(folder: Path) -> float:
     """Return the number of rows of the model's embedding; infinity if no config.json states it."""
     config = _read_or_empty(folder / "config.json")
     text_config = config.get("text_config")
-    for values in (text_config if isinstance(text_config, dict) else {}, config):
-        if is_valid_integer(rows := values.get("vocab_size"), minimum=1):
-            return int(rows)
+    for values in (text_config, config):
+        rows: Any = values.get("vocab_size") if isinstance(values, dict) else None
+        if is_valid_integer(rows, minimum=1):
+            return float(rows)
     return float("inf")
 
 
