@@ -23,7 +23,7 @@ from kvkeep.storage.files.atomic import (
 LOCK_TIMEOUT = 3600.0  # seconds that a process waits for the lock: large downloads take long
 _RECORD_NAME = "kvkeep.json"
 # Version of the contents of a model's folder: models with an older one are converted again.
-_LAYOUT_VERSION = 8
+_LAYOUT_VERSION = 9
 
 
 @dataclass(frozen=True)
