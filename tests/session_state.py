@@ -42,7 +42,11 @@ def whole_state(session: Session) -> Whole:
         "states": {name: state.clone() for name, state in cache.recurrent_states.items()},
         "segments": [segment_state(segment) for segment in cache.all_segments],
         "checkpoints": [checkpoint_state(each) for each in memory.checkpoints.entries],
-        "checkpoint settings": (memory.checkpoints.max_bytes, memory.checkpoints.branch),
+        "checkpoint settings": (
+            memory.checkpoints.max_bytes,
+            memory.checkpoints.branch,
+            memory.checkpoints.answer_ends,
+        ),
     }
 
 

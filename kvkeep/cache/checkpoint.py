@@ -62,8 +62,8 @@ class Checkpoints:
 
     max_bytes: the most that they take. Storage shared with the session's own cells counts as
     theirs, since the next token makes it theirs. branch: after how many tokens another text differs
-    from this one, as far as is known; 0 for unknown. answer_ends: after how many tokens the newest
-    answer may end: those checkpoints make way for later ones of this kind.
+    from this one, as far as is known; 0 for unknown. answer_ends: those after which the newest
+    answer may end, by their number of tokens: they make way for later ones of this kind.
     """
 
     max_bytes: int = DEFAULT_CHECKPOINT_BYTES
@@ -89,7 +89,7 @@ class Checkpoints:
         kept = _thinned(
             [*older, replace(checkpoint, branches=number == self.branch)], self.max_bytes
         )
-        return replace(self, entries=tuple(_sharing_storage(kept)), answer_ends=answer_ends)
+        return replace(self, answer_ends=answer_ends)._with_entries(_sharing_storage(kept))
 
     @property
     def newest_end(self) -> int:
@@ -98,19 +98,23 @@ class Checkpoints:
 
     def limited(self, max_bytes: int) -> "Checkpoints":
         """Return the list with another limit, thinned to it."""
-        entries = tuple(_thinned(self.entries, max_bytes))
-        return replace(self, max_bytes=max_bytes, entries=entries)
+        kept = _thinned(self.entries, max_bytes)
+        return replace(self, max_bytes=max_bytes)._with_entries(kept)
 
     def up_to(self, num_tokens: int) -> "Checkpoints":
         """Return the checkpoints taken at `num_tokens` tokens or earlier."""
-        return self._with_entries([e for e in self.entries if e.num_tokens <= num_tokens])
+        kept = [each for each in self.entries if each.num_tokens <= num_tokens]
+        return self._with_entries(kept) if len(kept) < len(self.entries) else self
 
     def from_(self, num_tokens: int) -> "Checkpoints":
         """Return the checkpoints taken at `num_tokens` tokens or later."""
-        return self._with_entries([e for e in self.entries if e.num_tokens >= num_tokens])
+        kept = [each for each in self.entries if each.num_tokens >= num_tokens]
+        return self._with_entries(kept) if len(kept) < len(self.entries) else self
 
     def _with_entries(self, entries: Sequence[Checkpoint]) -> "Checkpoints":
-        return self if len(entries) == len(self.entries) else replace(self, entries=tuple(entries))
+        """Return the list with these checkpoints, and with the ends of answers among them."""
+        ends = {each.num_tokens for each in entries}.intersection(self.answer_ends)
+        return replace(self, entries=tuple(entries), answer_ends=tuple(sorted(ends)))
 
     def newest(self, num_tokens: int) -> Checkpoint | None:
         """Return the newest one after at most `num_tokens` tokens."""
@@ -139,7 +143,18 @@ class Checkpoints:
             require_int("the tokens of a checkpoint", checkpoint.num_tokens, before + 1, num_tokens)
             before = checkpoint.num_tokens
             _check_checkpoint(checkpoint, cache, num_tokens, local_layout)
+        self._check_answer_ends()
         require(checkpoint_nbytes(self.entries) <= self.max_bytes, "checkpoints beyond their bytes")
+
+    def _check_answer_ends(self) -> None:
+        """Raise ValueError unless the ends of answers are some checkpoints, in order."""
+        require_instance("the ends of an answer", self.answer_ends, tuple)
+        require(len(self.answer_ends) <= MAX_ANSWER_ENDS, "too many ends of an answer")
+        ends, before = {each.num_tokens for each in self.entries}, 0
+        for end in self.answer_ends:
+            require_int("the end of an answer", end, before + 1, MAX_EXACT_INT)
+            require(end in ends, "an end of an answer without a checkpoint")
+            before = end
 
 
 def _check_checkpoint(

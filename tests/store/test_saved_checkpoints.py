@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from session_state import differences, whole_state
 from small_models import local_spec, small_model, state_specs
 
-from kvkeep import Snapshot
+from kvkeep import Sampling, Snapshot
 from kvkeep.cache.checkpoint import Checkpoints, checkpoint_nbytes
 from kvkeep.errors import CorruptFile, InvalidSnapshot, KvkeepError
 from kvkeep.model import Model
@@ -35,11 +35,26 @@ STEP = 20
 # What a session may do, and where: a number up to 1 is a part of its text.
 ACTION = st.tuples(
     st.sampled_from(
-        ["feed", "next", "rewind", "fork", "begin", "edit", "replace", "limit", "wind"]
+        ["feed", "next", "answer", "rewind", "fork", "begin", "edit", "replace", "limit", "wind"]
     ),
     st.floats(0, 1),
     st.integers(1, 60),
 )
+
+
+class Forced:
+    """A `Constraint` that allows one text, given as token ids."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = list(ids)
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        allowed = torch.full_like(logits, -torch.inf)
+        allowed[self.ids[0]] = 0.0
+        return allowed
+
+    def accept(self, token: int) -> None:
+        self.ids.pop(0)
 
 
 def fed(model: Model, count: int, **options: Any) -> Session:
@@ -60,6 +75,10 @@ def act(session: Session, action: tuple[str, float, int]) -> tuple[Session, obje
                 session.feed(TEXT[place : place + count])
             case "next":
                 return session, [session.next_token() for _ in range(min(count, 5))]
+            case "answer":  # with white space, before which an answer may end
+                ids = [TEXT[place % 1500], *session.core.model.text.encode(" "), 7][count % 3 :]
+                sampling = Sampling(constraint=Forced(ids))
+                return session, [session.next_token(sampling) for _ in ids]
             case "rewind" | "wind":
                 session.rewind(total - place if name == "rewind" else min(count, total))
             case "fork":
@@ -201,6 +220,58 @@ def test_a_file_without_checkpoints_goes_back_as_before(name: str, tmp_path: Pat
     torch.testing.assert_close(restored.logits, session.logits, rtol=1e-4, atol=1e-3)
 
 
+def answered(count: int = 119) -> Session:
+    """Return a session with states that has sampled white space twice, amid other tokens."""
+    model = MODELS["delta_net"]
+    session, (space,) = fed(model, count, prefill_step=64), model.text.encode(" ")
+    ids = [70, 71, space, 72, space, space, 73]
+    sampling = Sampling(constraint=Forced(ids))
+    assert [session.next_token(sampling) for _ in ids] == ids
+    assert session.core.memory.checkpoints.answer_ends == (count + 2, count + 4)
+    return session
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_restored_session_goes_on_where_an_answer_may_have_ended(
+    codec: str, tmp_path: Path
+) -> None:
+    """The checkpoints there make way for later ones, as in the session that was saved."""
+    session = answered()
+    restored = loaded(session, tmp_path / "a.kvkeep", codec)
+    assert list(differences(without_storage(restored), without_storage(session))) == []
+    for each in (session, restored):
+        each.feed([9, 8, 7])
+    assert restored.checkpoints == session.checkpoints == [64, 126]
+    evaluated = [0, 0]
+    for index, each in enumerate((session, restored)):
+        each.rewind(
+            7, progress=lambda count, i=index: evaluated.__setitem__(i, evaluated[i] + count)
+        )
+    assert evaluated[0] == evaluated[1] > 0
+    assert list(differences(without_storage(restored), without_storage(session))) == []
+
+
+def test_ends_of_an_answer_go_with_their_checkpoints(tmp_path: Path) -> None:
+    session = answered()
+    fork = session.fork(122)
+    assert fork.core.memory.checkpoints.answer_ends == (121,)
+    assert session.beginning(64).core.memory.checkpoints.answer_ends == ()
+    session.checkpoint_bytes = 1
+    assert session.core.memory.checkpoints == Checkpoints(1)
+    assert loaded(session, tmp_path / "a.kvkeep").checkpoint_bytes == 1
+
+
+def test_a_file_of_an_earlier_release_has_no_ends_of_an_answer(tmp_path: Path) -> None:
+    session, path = answered(), tmp_path / "a.kvkeep"
+    session.snapshot().save(path)
+    content = read_container(path, "snapshot", SNAPSHOT_FORMAT)
+    assert content.document["checkpoints"].pop("answer_ends") == [121, 123]
+    write_container(path, "snapshot", SNAPSHOT_FORMAT, content.document, content.tensors)
+    restored = session.core.model.restore(Snapshot.load(path))
+    assert restored.core.memory.checkpoints.answer_ends == ()
+    assert restored.checkpoints == session.checkpoints
+
+
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
@@ -216,6 +287,16 @@ def window(index: int = 1, **values: Any) -> Change:
 
 def all_of_them(**values: Any) -> Change:
     return lambda document, tensors: document["checkpoints"].update(values)
+
+
+def ends(*indices: int) -> Change:
+    """Set the ends of an answer to those of checkpoints."""
+
+    def change(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        entries = document["checkpoints"]["entries"]
+        document["checkpoints"]["answer_ends"] = [entries[i]["tokens"] for i in indices]
+
+    return change
 
 
 def put(name: str, transform: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -277,6 +358,12 @@ IMPOSSIBLE: dict[str, tuple[str, Change]] = {
     "a negative limit": ("local", all_of_them(max_bytes=-1)),
     "no limit": ("local", lambda d, t: d["checkpoints"].pop("max_bytes")),
     "a branch that is text": ("local", all_of_them(branch="x")),
+    "ends of an answer that are a number": ("local", all_of_them(answer_ends=20)),
+    "an end of an answer that is text": ("local", all_of_them(answer_ends=["x"])),
+    "an end of an answer without a checkpoint": ("local", all_of_them(answer_ends=[21])),
+    "too many ends of an answer": ("local", ends(0, 1, 2)),
+    "ends of an answer in reverse": ("local", ends(1, 0)),
+    "an end of an answer twice": ("local", ends(1, 1)),
     "cells of another dtype": ("local", put("window.0.keys", lambda x: x.bfloat16())),
     "cells of fewer heads": ("local", put("window.0.values", lambda x: x[:, :1])),
     "positions in the future": ("local", set_to("window.0.positions", 10**6)),

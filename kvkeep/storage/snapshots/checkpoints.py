@@ -56,6 +56,7 @@ def checkpoints_entry(
     document = {
         "max_bytes": checkpoints.max_bytes,
         "branch": checkpoints.branch,
+        "answer_ends": list(checkpoints.answer_ends),
         "windows": writer.lengths,
         "entries": entries,
     }
@@ -109,7 +110,8 @@ def read_checkpoints(
         segments = [reader.segment(segment, layout) for segment in each["segments"]]
         checkpoint = (each["tokens"], each["clock"], tuple(segments), states, each["branches"])
         checkpoints.insert(0, Checkpoint(*checkpoint))
-    return Checkpoints(entry["max_bytes"], tuple(checkpoints), entry["branch"])
+    answer_ends = tuple(entry.get("answer_ends", ()))  # earlier files lack them
+    return Checkpoints(entry["max_bytes"], tuple(checkpoints), entry["branch"], answer_ends)
 
 
 def _state_name(index: int, name: str) -> str:

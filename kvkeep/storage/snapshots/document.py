@@ -134,6 +134,7 @@ def _check_checkpoints(checkpoints: Any) -> None:
     windows, entries = checkpoints["windows"], checkpoints["entries"]
     _require_type("windows", windows, list)
     _require_type("the entries of checkpoints", entries, list)
+    _require_type("the ends of an answer", checkpoints.get("answer_ends", []), list)
     require(len(entries) <= MAX_CHECKPOINTS, f"{len(entries)} checkpoints")
     for length in windows:
         require_int("the length of a window", length, 1, MAX_CELLS)
