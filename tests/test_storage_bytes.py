@@ -2,10 +2,12 @@
 
 import random
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from edit_actions import MODEL
 
+from kvkeep import Snapshot
 from kvkeep.cache import KVCache, Segment
 from kvkeep.errors import KvkeepError
 from kvkeep.policies import POLICIES
@@ -73,6 +75,21 @@ def check(cache: KVCache, budget: int) -> None:
     assert cache.cells <= budget
     assert plain <= most * cache.layout.cell_bytes
     assert cache.nbytes - plain <= most * 2 * 2 * 12  # layers, KV heads, bytes of position and bias
+
+
+@pytest.mark.parametrize("kind", [*POLICIES, "archive by heads"])
+def test_a_restored_session_allocates_no_more_than_its_budget(kind: str, tmp_path: Path) -> None:
+    """Under self_extend a sixteenth more: two of its segments grow."""
+    policy, settings, budget = kind.split()[0], SETTINGS.get(kind, {}), 256
+    session = MODEL.session(budget, policy=policy, prefill_step=16, **settings)
+    session.feed(TEXT[:60])
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+    most = budget + (budget // 16 if policy == "self_extend" else 0)
+    for token in TEXT[60:budget]:
+        for each in (session, restored):
+            each.feed([token])
+            assert plain_bytes(each.cache) <= most * each.cache.layout.cell_bytes
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])

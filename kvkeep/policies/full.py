@@ -121,9 +121,9 @@ class SelfExtend(Policy):
         if far_segment is None:
             position_map = PositionMap(offset, self.group)
             far_segment = Segment(cache.far_layout, self.max_kv_size, position_map, is_anchor=True)
-            far_segment.grows_lazily = True
             index = sum(segment.is_anchor for segment in cache.segments)
             cache.segments.insert(index, far_segment)
+        far_segment.grows_lazily = True  # not in files, so that a restored segment lacks it
         parts = cache.read_window(count)
         cells = Cells.concatenate([cells for _, cells in parts])
         # After an edit, cells are not seen at the positions of their keys.
