@@ -1,11 +1,15 @@
 """Spans of which nothing is remembered, or nothing ever was: their names, and what can be done."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from session_state import differences, same, whole_state
 from small_models import small_model
 
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.spans import Span
 
 MODEL = small_model()
 
@@ -42,6 +46,35 @@ def test_a_span_name_can_be_reused_once_all_its_tokens_are_compressed() -> None:
     with session.span("tool"):
         session.feed("new result")
     assert text(session, "tool") == "new result"
+
+
+def forgotten_by_eviction() -> Session:
+    session = MODEL.session(24)
+    session.feed("x" * 60)
+    return session
+
+
+def forgotten_by_compression() -> Session:
+    session = MODEL.session(400, policy="full")
+    session.feed("x" * 300)
+    session.compress(2.0, "knorm", recent=20)
+    return session
+
+
+@pytest.mark.parametrize("make", [forgotten_by_eviction, forgotten_by_compression])
+def test_forgotten_tokens_can_be_named_and_leave_their_name_free(
+    make: Callable[[], Session],
+) -> None:
+    session = make()
+    logits, segments = session.logits, whole_state(session)["segments"]
+    session.name("x", 10, 20)
+    assert session.spans["x"] == Span("x", 10, 20, remembered=0)
+    assert session.spans["x"].partly_forgotten
+    assert torch.equal(session.logits, logits)
+    assert list(differences(whole_state(session)["segments"], segments)) == []
+    with session.span("x"):
+        session.feed("new")
+    assert text(session, "x") == "new"
 
 
 def test_a_span_name_is_taken_while_one_token_is_held() -> None:

@@ -43,7 +43,7 @@ class SessionReductions:
         """Compress the cells once, to `ratio` times fewer; each KV head keeps its own.
 
         The first four, the newest `recent` and pinned tokens stay as they are. Tokens that the
-        method keeps, merges or evicts can no longer be edited or named. For policy "full" only:
+        method keeps, merges or evicts can no longer be edited or pinned. For policy "full" only:
         "archive" compresses as it goes.
 
         Args:

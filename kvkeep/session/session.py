@@ -222,7 +222,10 @@ class Session(SessionEdits, SessionReductions, SessionViews):
 
     @computes_in_worker
     def name(self, name: str, start: int, end: int) -> None:
-        """Name a range of existing tokens; a name in use moves to it."""
+        """Name a range of existing tokens; a name in use moves to it.
+
+        They may be forgotten or compressed. If all of them are, the name is free again; see `span`.
+        """
         token_range = self.core.token_range(start, end)
         self.core.set_span(validation.text("name", name), token_range)
 
