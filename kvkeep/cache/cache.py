@@ -17,7 +17,7 @@ from kvkeep.cache.segment import Segment
 from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep, LayerPlacement, Step
-from kvkeep.cache.storage import nbytes, trim
+from kvkeep.cache.storage import merge_complete_segments, nbytes, trim
 from kvkeep.cache.window import Window
 
 
@@ -184,13 +184,26 @@ class KVCache:
             if not newest.frozen:
                 # A ring of another size: cut into pieces that take no more cells, oldest first.
                 self.segments[-1:] = newest.part(0, newest.length)
-        return self.append_segment(size)
+        return self.begin_segment(size)
 
     def unseal(self) -> None:
         """Allow the newest segments to take new cells; see `Segment.unseal`."""
         for cache in (self, self.local_cache):
             if cache is not None and cache.segments:
                 cache.segments[-1].unseal()
+
+    def begin_segment(self, limit: int, is_anchor: bool = False) -> Segment:
+        """Append an empty segment as `append_segment` does, behind few others.
+
+        These are merged if they have become too many, as after a chain of forks.
+        """
+        self.merge_complete_segments()
+        return self.append_segment(limit, is_anchor)
+
+    @torch.inference_mode()
+    def merge_complete_segments(self) -> None:
+        """Merge segments that take no more cells; see `storage.merge_complete_segments`."""
+        self.segments = merge_complete_segments(self.segments)
 
     def append_segment(self, limit: int, is_anchor: bool = False) -> Segment:
         """Append an empty segment for up to `limit` cells; return it."""

@@ -1,7 +1,7 @@
 """The memory of a cache's segments: its size, merging small segments, and freeing idle slots."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -19,15 +19,21 @@ def nbytes(segments: Sequence[Segment]) -> int:
     return sum(storage.nbytes for storage in _users_by_storage(segments))
 
 
-def merge_segments(segments: Sequence[Segment], max_cells: int | None = None) -> list[Segment]:
+def merge_segments(
+    segments: Sequence[Segment],
+    max_cells: int | None = None,
+    can_merge: Callable[[Segment, Segment], bool] | None = None,
+) -> list[Segment]:
     """Merge neighbours with one position map that agree in `anchor` and `compressed`.
 
-    max_cells: the most cells of a merged segment; None for no limit.
+    max_cells: the most cells of a merged segment; None for no limit. can_merge: whether two
+    neighbours are merged; None for all such.
     """
+    can_merge = can_merge or _can_merge
     runs: list[list[Segment]] = []
     for segment in segments:
-        can_merge = runs and _can_merge(runs[-1][-1], segment)
-        if can_merge and (max_cells is None or _count_cells([*runs[-1], segment]) <= max_cells):
+        continues_run = runs and can_merge(runs[-1][-1], segment)
+        if continues_run and (max_cells is None or _count_cells([*runs[-1], segment]) <= max_cells):
             runs[-1].append(segment)
         elif segment.length:
             runs.append([segment])
@@ -46,8 +52,39 @@ def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
     Merging copies cells: this rarely copies many, and small edits do not make ever more segments.
     """
     merged = merge_segments(segments, MAX_SMALL_CELLS)
-    border_count = sum(_can_merge(left, right) for left, right in itertools.pairwise(merged))
-    return merge_segments(merged) if border_count > MAX_BORDERS else merged
+    return merge_segments(merged) if _count_borders(merged, _can_merge) > MAX_BORDERS else merged
+
+
+def merge_complete_segments(segments: Sequence[Segment]) -> list[Segment]:
+    """Merge uncompressed segments that take no more cells, once they have too many borders.
+
+    A chain of forks leaves such segments: each fork begins one of its own. Small neighbours are
+    merged, then the newest ones up to one of at least as many cells as these together. So older
+    cells, which the parents share, are copied ever more rarely: n cells, of which few came with
+    each fork, have been copied about log n times. At most half of the borders stay.
+    """
+    if _count_borders(segments, _are_complete) <= MAX_BORDERS:
+        return list(segments)
+    merged = merge_segments(segments, MAX_SMALL_CELLS, _are_complete)
+    first, cell_count = len(merged), 0
+    for index in reversed(range(len(merged))):
+        has_few_borders = _count_borders(merged[: index + 1], _are_complete) < MAX_BORDERS // 2
+        if has_few_borders and merged[index].length >= cell_count > 0:
+            break
+        first, cell_count = index, cell_count + merged[index].length
+    return [*merged[:first], *merge_segments(merged[first:], can_merge=_are_complete)]
+
+
+def _count_borders(
+    segments: Sequence[Segment], can_merge: Callable[[Segment, Segment], bool]
+) -> int:
+    return sum(can_merge(left, right) for left, right in itertools.pairwise(segments))
+
+
+def _are_complete(left: Segment, right: Segment) -> bool:
+    """Whether two segments can be merged, are not compressed, and take no more cells."""
+    are_frozen = left.frozen and right.frozen
+    return are_frozen and not left.compressed and _can_merge(left, right)
 
 
 def _can_merge(left: Segment, right: Segment) -> bool:

@@ -248,6 +248,6 @@ def open_anchors(cache: KVCache, keep: int, token_count: int) -> int:
         return 0
     newest = cache.segments[-1] if cache.segments else None
     if newest is None or not newest.reopen(newest.length + missing_count):
-        newest = cache.append_segment(missing_count, is_anchor=True)
+        newest = cache.begin_segment(missing_count, is_anchor=True)
     newest.reserve(newest.limit)
     return min(token_count, missing_count)

@@ -49,7 +49,7 @@ class Full(Policy):
         newest = cache.segments[-1] if cache.segments else None
         limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
         if newest is None or not newest.reopen(limit):
-            newest = cache.append_segment(self.max_kv_size - cache.cells)
+            newest = cache.begin_segment(self.max_kv_size - cache.cells)
         newest.reserve(newest.length + token_count + following_count)
         return token_count
 
@@ -119,6 +119,7 @@ class SelfExtend(Policy):
         offset = self.window - self.window // self.group
         far_segment = next((s for s in cache.segments if s.is_anchor and not s.frozen), None)
         if far_segment is None:
+            cache.merge_complete_segments()
             position_map = PositionMap(offset, self.group)
             far_segment = Segment(cache.far_layout, self.max_kv_size, position_map, is_anchor=True)
             index = sum(segment.is_anchor for segment in cache.segments)
