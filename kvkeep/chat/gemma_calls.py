@@ -9,7 +9,7 @@ from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE
 
 _NAME = re.compile(r"[\w.-]{1,256}")
-_KEY = re.compile(r"[^:,{}\[\]\ud800-\udfff]{1,256}")
+GEMMA_KEY = re.compile(r"[^:,{}\[\]\ud800-\udfff]{1,256}")
 _SCALAR = re.compile(r"[^,\]}\ud800-\udfff]{1,4096}")
 _MAX_DEPTH = 100
 
@@ -49,7 +49,7 @@ def _read_object(reading: AnswerReading, quote: str, depth: int) -> Steps[None]:
         if (yield from reading.comes_next(quote, '"')):
             yield from _read_value(reading, quote, depth)
         else:
-            key = yield from reading.take_match(_KEY)
+            key = yield from reading.take_match(GEMMA_KEY)
             yield reading.arguments(json.dumps(key.strip(SPACE), ensure_ascii=False))
         yield from reading.skip_space()
         yield from reading.expect(":")

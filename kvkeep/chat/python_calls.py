@@ -8,9 +8,10 @@ from typing import Any
 from kvkeep.chat.json_text import JsonText
 from kvkeep.chat.messages import ToolCall
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps, tool_name
+from kvkeep.chat.schema_references import argument_schemas
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
-_KEY = re.compile(r"[A-Za-z_]\w{0,255}")
+PYTHON_KEY = re.compile(r"[A-Za-z_]\w{0,255}")
 _SCALAR = re.compile(r"[^\s,:\[\]{}()\"'\ud800-\udfff]{0,400}")
 _STRING_RUN = re.compile(r"[^\"'\\\ud800-\udfff]+")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{0,2}|u[0-9a-fA-F]{0,4}|U[0-9a-fA-F]{0,8}|[^xuU])?", re.S)
@@ -51,12 +52,12 @@ def _read_call(reading: AnswerReading) -> Steps[int]:
         yield from reading.expect("(")
     if tool_name(name, reading.tools) is None:
         name = name.removesuffix(".call")  # as Llama 3 calls its own tools
-    positional = iter(reading.require_tool(name).parameters.get("properties") or ())
+    positional = iter(argument_schemas(reading.require_tool(name)))
     yield reading.start_call(name)
     opening = "{"
     try:
         while (yield from reading.skip_space()) != ")":
-            key = yield from reading.take_match(_KEY)
+            key = yield from reading.take_match(PYTHON_KEY)
             yield from reading.skip_space()
             value = ""
             if key and not (yield from reading.take("=")):
@@ -176,7 +177,7 @@ def write_python_lines(calls: Iterable[ToolCall]) -> str:
 
 def is_python_call(call: ToolCall) -> bool:
     """Whether the name and the keys of a call can be written as names."""
-    return bool(_NAME.fullmatch(call.name)) and all(map(_KEY.fullmatch, call.arguments))
+    return bool(_NAME.fullmatch(call.name)) and all(map(PYTHON_KEY.fullmatch, call.arguments))
 
 
 def _call_text(call: ToolCall) -> str:

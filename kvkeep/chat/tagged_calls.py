@@ -16,6 +16,7 @@ from kvkeep.chat.output import CallArguments
 from kvkeep.chat.python_calls import json_string_part, read_python_value
 from kvkeep.chat.reading import AnswerReading, NotACall, Steps
 from kvkeep.chat.scanner import SPACE, Scanner
+from kvkeep.chat.schema_references import References, stated_types
 
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 GLM_MARKERS = (_KEY, _KEY_END, _VALUE, _VALUE_END)
@@ -65,7 +66,6 @@ _TYPES_BY_CHAR = {
     "f": "boolean",
     "n": "null",
 }
-_TYPE_KEYWORDS = frozenset(("$ref", "type", "allOf", "anyOf", "oneOf", "enum", "const"))
 _MAX_SPACE = 1000  # characters between an end tag and what follows it
 
 
@@ -262,45 +262,25 @@ def value_types(tool: Tool, key: str) -> frozenset[str]:
 
     Integers are numbers.
     """
-    properties = tool.parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    return _schema_types(schema, tool.parameters, {})
+    references = References(tool.parameters)
+    return types_of(references, references.arguments()[0].get(key))
 
 
-def referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the part of a schema that a `$ref` such as `#/$defs/Name` names; None if it is not."""
-    target: Any = root
-    for step in reference[2:].split("/"):
-        target = target.get(step) if isinstance(target, Mapping) else None
-    return target
+def types_of(references: References, schema: Any) -> frozenset[str]:
+    """Return the JSON types of the values of a part of a schema; empty if unknown."""
+    result = set[str]()
+    for part in references.alternatives(schema, to_types=True):
+        types = _stated_types(part) if isinstance(part, Mapping) else None
+        if not types:
+            return frozenset()
+        result |= types
+    return frozenset(result)
 
 
-def _schema_types(
-    schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]
-) -> frozenset[str]:
-    """known: the types of references that were followed."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        if reference not in known:
-            known[reference] = frozenset()  # a reference to itself
-            known[reference] = _schema_types(referenced(reference, root), root, known)
-        return known[reference]
-    types = schema.get("type")
-    if isinstance(types, (str, list)):
-        names = (
-            [types] if isinstance(types, str) else [name for name in types if isinstance(name, str)]
-        )
+def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    if isinstance(schema.get("type"), (str, list)):
+        names = stated_types(schema)
         return frozenset("number" if name == "integer" else name for name in names)
-    members = schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
-    for member in members:
-        if isinstance(member, Mapping) and not _TYPE_KEYWORDS.isdisjoint(member):
-            return _schema_types(member, root, known)
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            alternatives = [_schema_types(item, root, known) for item in schema[keyword]]
-            return frozenset().union(*alternatives) if all(alternatives) else frozenset()
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     values = [*values, *([schema["const"]] if "const" in schema else [])]
     return frozenset(_JSON_TYPES.get(type(value), "") for value in values)

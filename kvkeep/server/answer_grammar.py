@@ -154,7 +154,7 @@ def _compile_forced_call(model: Model, tools: Sequence[Tool], gbnf: str | None) 
             calls = write_calls(_CHANNELS, AllowedCalls(rules, tools))
             return Grammar.from_lark(model, rules.text(calls))
         if form is None:
-            return Grammar.from_schema(model, forced_call_schema(tools))
+            return Grammar.from_prepared(model, forced_call_schema(tools))
         return Grammar.from_lark(model, rules.text(write_rendered_call(form, rules, tools)))
 
     return first_supported(model, tools, compiled)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvkeep.chat.messages import Tool
@@ -29,7 +30,7 @@ def _function_writer(start: str, end: str, tags: FunctionTags) -> Callable[[Allo
 
         def write(tool: Tool) -> str:
             value_end = f"{tags.newline}{tags.parameter_end}\n"
-            values = arguments.tagged_arguments(rules, tool, begin, value_end)
+            values = arguments.tagged_arguments(rules, tool, begin, value_end, name=tags.label)
             name = literal(f"\n{tags.function}{tool.name}{tags.close}\n")
             function_end = literal(f"{tags.function_end}\n")
             return rules.add(
@@ -113,7 +114,9 @@ def _write_gemma3(calls: AllowedCalls) -> str:
     rules, newline = calls.rules, '"\\n"?'
     value = json_value(call_schema(calls.tools, "parameters"))
     fenced = rules.repeated(f'"```json\\n" {value} "\\n```"', newline)
-    code = rules.repeated(f'"```tool_code\\n" {_python_calls(calls)} "\\n```"', newline)
+    if not (python_calls := _python_calls(_in_python(calls))):
+        return fenced
+    code = rules.repeated(f'"```tool_code\\n" {python_calls} "\\n```"', newline)
     return f"{fenced} | {code}"
 
 
@@ -125,11 +128,22 @@ def _write_olmo3(calls: AllowedCalls) -> str:
 def _write_lfm2(calls: AllowedCalls) -> str:
     """A list of calls as in Python, or of JSON objects."""
     start, end = map(calls.rules.marker, ("<|tool_call_start|>", "<|tool_call_end|>"))
-    python_calls = _python_calls(calls, between='", "')
-    return f'{start} ("[" {python_calls} "]" | {_json_list(calls)}) {end}'
+    values = _json_list(calls)
+    if python_calls := _python_calls(_in_python(calls), between='", "'):
+        values = f'("[" {python_calls} "]" | {values})'
+    return f"{start} {values} {end}"
+
+
+def _in_python(calls: AllowedCalls) -> AllowedCalls:
+    """Return the calls that can be written as in Python."""
+    syntax = arguments.python_syntax()
+    return replace(calls, tools=[t for t in calls.tools if arguments.can_be_written(t, syntax)])
 
 
 def _python_calls(calls: AllowedCalls, between: str = '"\\n"') -> str:
+    """Return calls as in Python; nothing if there are no tools."""
+    if not calls.tools:
+        return ""
     rules, syntax = calls.rules, arguments.python_syntax()
     arguments.define_values(rules, syntax)
 

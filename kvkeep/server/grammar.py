@@ -13,19 +13,15 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kvkeep.chat.schema_references import map_parts
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_CHARACTERS
+from kvkeep.server.resolved_schemas import prepared_schema
 from kvkeep.server.schema_patterns import without_unsupported_patterns
-from kvkeep.server.schema_safety import require_safe_schema
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-# Keywords by which an object may have properties beside those of its `properties`.
-_OPENING_KEYS = {
-    *("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"),
-    *("propertyNames", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"),
-}
 _SUBSTITUTE_EOS = "<|kvkeep stands in for the end of the text|>"
 
 
@@ -72,17 +68,19 @@ class Grammar:
     @classmethod
     def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
         """Compile a JSON schema, with its objects closed. Raises InvalidArgument."""
-        try:
-            schema_json = json.dumps(close_objects(schema))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgument(f"the schema is not JSON: {error}") from error
+        return cls.from_prepared(model, prepared_schema(schema))
+
+    @classmethod
+    def from_prepared(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
+        """Compile a schema that `prepared_schema` returned, or one of such. Raises likewise."""
+        schema_json = json.dumps(schema)
         _require_short("a schema", schema_json)
         try:
             grammar = cls(model, _json_grammar(schema_json))
-            grammar.schema = json.loads(schema_json)
+            grammar.schema = schema
             return grammar
         except InvalidArgument:
-            reduced_schema, patterns = without_unsupported_patterns(json.loads(schema_json))
+            reduced_schema, patterns = without_unsupported_patterns(schema)
             if not patterns:
                 raise
         grammar = cls(model, _json_grammar(json.dumps(reduced_schema)))
@@ -181,58 +179,13 @@ def _first_reason(problem: str) -> str:
     return (reasons or lines or ["no reason was given"])[0][:200]
 
 
-def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema whose objects have no properties but their own, unless it says otherwise.
-
-    A model would invent more properties where `additionalProperties` is missing, a small one
-    without end. llama.cpp closes such objects, too. Parts that are merged with others stay open.
-    Raises InvalidArgument for a schema that could end the process: see `require_safe_schema`.
-    """
-    require_safe_schema(schema)
-    return schema if _merges_schemas(schema) else _closed(schema)
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema and those in its parts with their objects closed."""
-    if not isinstance(schema, Mapping):
-        return schema
-    result = dict(schema)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(members := schema.get(key), Mapping):
-            result[key] = {name: _closed(member) for name, member in members.items()}
-    for key in ("anyOf", "oneOf", "prefixItems"):
-        if isinstance(members := schema.get(key), list) and "properties" not in schema:
-            result[key] = [_closed(member) for member in members]
-    for key in ("items", "additionalProperties"):
-        if key in schema:
-            result[key] = _closed(schema[key])
-    if isinstance(schema.get("properties"), Mapping) and not _OPENING_KEYS & schema.keys():
-        result["additionalProperties"] = False
-    return result
-
-
-def moved_schema(schema: Any, place: str) -> Any:
+def moved_schema(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a schema as a part of another, at the JSON pointer `place`, with its `$ref`s moved."""
-    if isinstance(schema, list):
-        return [moved_schema(member, place) for member in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result = {key: moved_schema(value, place) for key, value in schema.items()}
+    result = map_parts(schema, lambda part: moved_schema(part, place))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         result["$ref"] = place + reference.removeprefix("#")
     return result
-
-
-def _merges_schemas(schema: Any) -> bool:
-    """Whether `allOf` joins several schemas anywhere: properties of one are extra to another."""
-    if isinstance(schema, list):
-        return any(map(_merges_schemas, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    parts = schema.get("allOf")
-    merged = isinstance(parts, list) and len(parts) > 1
-    return merged or any(map(_merges_schemas, schema.values()))
 
 
 @lru_cache(maxsize=4)

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvkeep.server.grammar import close_objects
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.limits import MAX_SCHEMA_CHARACTERS
 
 _COMPACT = {"whitespace_flexible": False, "lenient": True}
 _LOOSE = {**_COMPACT, "item_separator": ", ?", "key_separator": ": ?"}
@@ -24,15 +25,28 @@ class LarkRules:
         """marker_ids: the tokens of markers; others are plain text. end_ids: the end tokens."""
         self._marker_ids, self._end_ids = marker_ids, frozenset(end_ids)
         self._lines: list[str] = []
+        self._size = 0
+        self._names: dict[str, str] = {}
 
     def add(self, body: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
+        """Add a rule, and return its name. Raises InvalidArgument if there is too much text."""
         name = f"rule{len(self._lines)}"
-        self._lines.append(f"{name}{options}: {body}")
+        self.define(f"{name}{options}", body)
         return name
+
+    def add_once(self, body: str) -> str:
+        """Return the name of a rule that is added if there is none of the same body."""
+        if body not in self._names:
+            self._names[body] = self.add(body)
+        return self._names[body]
 
     def define(self, name: str, body: str) -> None:
         """Add a rule with a name, which others can use before."""
+        self._size += len(body)
+        if self._size > MAX_SCHEMA_CHARACTERS:
+            raise InvalidArgument(
+                f"a grammar can have at most {MAX_SCHEMA_CHARACTERS:,} characters"
+            )
         self._lines.append(f"{name}: {body}")
 
     def text(self, start: str) -> str:
@@ -89,8 +103,8 @@ def either(expressions: Iterable[str]) -> str:
 
 
 def json_value(schema: Mapping[str, Any], options: Mapping[str, Any] = _LOOSE) -> str:
-    """Return JSON by a schema, with its objects closed. A space may follow commas and colons."""
-    return "%json " + json.dumps({**close_objects(schema), "x-guidance": options})
+    """Return JSON by a prepared schema. A space may follow commas and colons."""
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def compact_json(schema: Mapping[str, Any]) -> str:

@@ -16,19 +16,10 @@ def require_safe_schema(schema: Mapping[str, Any]) -> None:
     The library follows each reference once on a path. So its depth is at most that of the schema
     and of all targets which can be reached from one reference.
     """
-    for value in _values(schema):
-        if isinstance(value, (int, float)) and value < _MIN_NUMBER:
-            message = f"numbers of a schema must be {_MIN_NUMBER:g} or more; found {value}"
-            raise InvalidArgument(message[:200])
-    references = _references(schema)
-    if len(references) > _MAX_REFERENCES:
-        raise InvalidArgument(
-            f"a schema can have at most {_MAX_REFERENCES:,} different references; "
-            f"found {len(references):,}"
-        )
+    references = require_few_references(schema)
     targets = {reference: _target(schema, reference) for reference in references}
     depths = {reference: _depth(target) for reference, target in targets.items()}
-    links = {reference: _references(target) for reference, target in targets.items()}
+    links = {reference: references_of(target) for reference, target in targets.items()}
     own_depth = _depth(schema)
     for reference in references:
         levels = own_depth + sum(depths[other] for other in _reachable(reference, links))
@@ -37,6 +28,21 @@ def require_safe_schema(schema: Mapping[str, Any]) -> None:
                 f"a schema can have at most {_MAX_LEVELS:,} levels, those of its references "
                 f"included; found {levels:,}"
             )
+
+
+def require_few_references(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the references. Raises InvalidArgument for too many, and for very low numbers."""
+    for value in _values(schema):
+        if isinstance(value, (int, float)) and value < _MIN_NUMBER:
+            message = f"numbers of a schema must be {_MIN_NUMBER:g} or more; found {value}"
+            raise InvalidArgument(message[:200])
+    references = references_of(schema)
+    if len(references) > _MAX_REFERENCES:
+        raise InvalidArgument(
+            f"a schema can have at most {_MAX_REFERENCES:,} different references; "
+            f"found {len(references):,}"
+        )
+    return references
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -51,7 +57,8 @@ def _values(value: Any) -> Iterator[Any]:
             pending += current
 
 
-def _references(schema: Any) -> frozenset[str]:
+def references_of(schema: Any) -> frozenset[str]:
+    """Return the references in a schema, and in values that it contains."""
     references = (value.get("$ref") for value in _values(schema) if isinstance(value, Mapping))
     return frozenset(reference for reference in references if isinstance(reference, str))
 

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvkeep.chat.messages import Tool
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
+from kvkeep.server.resolved_schemas import prepared_schema
+from kvkeep.server.schema_patterns import without_unsupported_patterns
 
 _SECONDS_FOR_TOOLS = 5.0  # to find out which tools' parameters are supported
 
@@ -17,15 +18,21 @@ def first_supported(
     model: Model, tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
 ) -> Grammar:
     """Return the grammar of the tools; schemas that llguidance does not support are left out."""
-    for usable_tools, warnings in _less_and_less_constrained(model, tools):
+    prepared_tools, warnings = list[Tool](), list[str]()
+    for tool in tools:
+        prepared, problem = _prepared(tool)
+        prepared_tools.append(prepared)
+        warnings += problem
+    for usable_tools, further_warnings in _less_and_less_constrained(prepared_tools, compiled):
         try:
             grammar = compiled(usable_tools)
         except InvalidArgument as error:
-            problem = error
+            problem_of_all = error
         else:
-            grammar.warnings = tuple(dict.fromkeys((*grammar.warnings, *warnings)))
+            messages = (*grammar.warnings, *warnings, *further_warnings)
+            grammar.warnings = tuple(dict.fromkeys(messages))
             return grammar
-    raise problem
+    raise problem_of_all
 
 
 def call_form(model: Model) -> str:
@@ -45,25 +52,53 @@ def marker_ids(model: Model) -> Mapping[str, int]:
     return {token.content: token_id for token_id, token in added.items()}
 
 
+def _prepared(tool: Tool) -> tuple[Tool, list[str]]:
+    """Return a tool with prepared parameters, and what of these is not followed, in words."""
+    try:
+        return replace(tool, parameters=prepared_schema(tool.parameters)), []
+    except InvalidArgument as error:
+        return _without_parameters(tool, error)
+
+
+def _without_parameters(tool: Tool, error: InvalidArgument) -> tuple[Tool, list[str]]:
+    warning = f"the parameters of {tool.name} are not followed: {error}"
+    return replace(tool, parameters=ANY_OBJECT), [warning]
+
+
 def _less_and_less_constrained(
-    model: Model, tools: Sequence[Tool]
+    tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
 ) -> Iterator[tuple[Sequence[Tool], Sequence[str]]]:
     """Yield tools with fewer and fewer constraints of their arguments, and what is left out."""
     yield tools, ()
     usable_tools, warnings = list[Tool](), list[str]()
     deadline = time.monotonic() + _SECONDS_FOR_TOOLS
     for tool in tools:
-        parameters: Mapping[str, Any] = ANY_OBJECT
         try:
-            if time.monotonic() > deadline:
+            if tool.parameters != ANY_OBJECT and time.monotonic() > deadline:
                 raise InvalidArgument("compiling the parameters of all tools takes too long")
-            grammar = Grammar.from_schema(model, tool.parameters)
+            usable, tool_warnings = _supported(tool, compiled)
         except InvalidArgument as error:
-            warnings.append(f"the parameters of {tool.name} are not followed: {error}")
-        else:
-            parameters = grammar.schema or tool.parameters
-            warnings += grammar.warnings
-        usable_tools.append(replace(tool, parameters=parameters))
+            usable, tool_warnings = _without_parameters(tool, error)
+        usable_tools.append(usable)
+        warnings += tool_warnings
     yield usable_tools, warnings
     free_tools = [replace(tool, parameters=ANY_OBJECT) for tool in tools]
     yield free_tools, ["the parameters of the tools are not followed: together they are too large"]
+
+
+def _supported(tool: Tool, compiled: Callable[[Sequence[Tool]], Grammar]) -> tuple[Tool, list[str]]:
+    """Return a tool without the patterns that are not supported, and what is left out.
+
+    Raises InvalidArgument if other parts of its parameters are not supported.
+    """
+    try:
+        if tool.parameters != ANY_OBJECT:
+            compiled([tool])
+        return tool, []
+    except InvalidArgument:
+        parameters, patterns = without_unsupported_patterns(tool.parameters)
+        if not patterns:
+            raise
+    reduced = replace(tool, parameters=parameters)
+    compiled([reduced])
+    return reduced, [f"the pattern {pattern!r} is not followed" for pattern in patterns]
