@@ -9,6 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.limits import MAX_SCHEMA_CHARACTERS
+
 _PREFIX = "#/$defs/"
 _ARRAY_KEYS = ("items", "prefixItems", "additionalItems")
 _ITEMS = ""  # stands for the items of an array among names of properties
@@ -82,7 +85,7 @@ def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema whose objects have no properties but their own, unless it says otherwise.
 
     Several schemas of one object, as in `allOf`, are closed by the names of all of them. The
-    schema's references must be those of `resolved_schema`.
+    schema's references must be those of `resolved_schema`. Raises InvalidArgument for too many.
     """
     definitions = schema.get("$defs")
     return _Closing(definitions if isinstance(definitions, Mapping) else {}).closed_root(schema)
@@ -96,7 +99,9 @@ class _Closing:
         # Definitions that are one of several schemas of a value, and which properties these share.
         self._merged: dict[str, _Shared] = {}
         self._changed: deque[str] = deque()
-        self._names: dict[str, _Names] = {}  # by the name of a definition
+        self._own_names: dict[str, tuple[_Names, frozenset[str]]] = {}  # by a definition's name
+        self._all_names: dict[str, _Names] = {}
+        self._num_added = 0  # characters
 
     def closed_root(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         root = {key: value for key, value in schema.items() if key != "$defs"}
@@ -127,7 +132,9 @@ class _Closing:
         if merged is None and has_names and not names.is_open:
             own = result.get("properties", {})
             if isinstance(own, Mapping):
-                further = (name for name in (*names.counts, *names.others) if name != _ITEMS)
+                further = dict.fromkeys((*names.counts, *names.others))
+                further.pop(_ITEMS, None)
+                self._require_few(further.keys() - own.keys())
                 result["properties"] = {**own, **{n: {} for n in further if n not in own}}
                 result["additionalProperties"] = False
                 result.pop("unevaluatedProperties", None)
@@ -136,6 +143,13 @@ class _Closing:
             if not _groups(schema):
                 result["additionalProperties"] = False
         return result
+
+    def _require_few(self, names: Collection[str]) -> None:
+        """Refuse names that are added to objects if there are too many of all together."""
+        self._num_added += sum(map(len, names)) + len(names)
+        if self._num_added > MAX_SCHEMA_CHARACTERS:
+            message = "a schema with its merged parts can have at most"
+            raise InvalidArgument(f"{message} {MAX_SCHEMA_CHARACTERS:,} characters")
 
     def _with_closed_parts(
         self, schema: Mapping[str, Any], shared: _Shared | None
@@ -187,33 +201,39 @@ class _Closing:
         for group in groups:
             names = _Names()
             for part in group:
-                names.add(self._all_names(part))
+                names.add(self._names(part))
             result.add(names)
             num_stating += names.states_parts
         return result, num_stating
 
-    def _all_names(self, schema: Mapping[str, Any]) -> _Names:
+    def _names(self, schema: Mapping[str, Any]) -> _Names:
         """Return the names of a schema and of all that it applies to the same object."""
+        name = _definition_name(schema)
+        if name is not None and name in self._all_names and len(schema) == 1:
+            return self._all_names[name]
         result, references = _applied_names(schema)
-        references &= self._definitions.keys()
         reached, pending = set(references), list(references)
         while pending:
             names, further = self._names_of(pending.pop())
             result.add(names)
             pending += further - reached
             reached |= further
+        if name is not None and len(schema) == 1:
+            self._all_names[name] = result
         return result
 
     def _names_of(self, name: str) -> tuple[_Names, frozenset[str]]:
-        if name not in self._names:
-            self._names[name] = _applied_names(self._definitions[name])
-        names, references = self._names[name]
-        return names, references & self._definitions.keys()
+        """Return what a definition names itself, and the definitions that it applies."""
+        if name not in self._own_names:
+            self._own_names[name] = _applied_names(self._definitions.get(name))
+        return self._own_names[name]
 
 
 def _groups(schema: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """Return the schemas that are applied to the same value, in groups of which one holds."""
-    groups = [[{"$ref": schema["$ref"]}]] if "$ref" in schema else []
+    groups = list[list[Mapping[str, Any]]]()
+    if "$ref" in schema:
+        groups.append([{"$ref": schema["$ref"]}])
     for key in ("allOf", *_CHOICES):
         parts = schema.get(key)
         schemas = [p for p in parts if isinstance(p, Mapping)] if isinstance(parts, list) else []
@@ -243,5 +263,6 @@ def _conditional_parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _definition_name(schema: Mapping[str, Any]) -> str | None:
     reference = schema.get("$ref")
-    is_own = isinstance(reference, str) and reference.startswith(_PREFIX)
-    return reference.removeprefix(_PREFIX) if is_own else None
+    if isinstance(reference, str) and reference.startswith(_PREFIX):
+        return reference.removeprefix(_PREFIX)
+    return None

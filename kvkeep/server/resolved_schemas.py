@@ -22,7 +22,7 @@ from kvkeep.server.schema_safety import (
 _PREFIX = "#/$defs/"
 
 
-def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with its references resolved and its objects closed.
 
     Raises InvalidArgument for one that is too large or could end the process.
@@ -30,18 +30,23 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     require_few_references(schema)
     try:
         resolved = resolved_schema(schema)
+        _require_short(resolved)
         require_safe_schema(resolved)
         result = close_objects(resolved)
-        length = len(json.dumps(result))
+        _require_short(result)
     except InvalidArgument:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"the schema is not JSON: {error}") from error
+    return result
+
+
+def _require_short(schema: Mapping[str, Any]) -> None:
+    length = len(json.dumps(schema))
     if length > MAX_SCHEMA_CHARACTERS:
         raise InvalidArgument(
             f"a schema can have at most {MAX_SCHEMA_CHARACTERS:,} characters; found {length:,}"
         )
-    return result
 
 
 def resolved_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from kvkeep.chat.messages import Tool
+from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.call_grammar import forced_call_schema
 from kvkeep.server.closed_schemas import close_objects
@@ -172,3 +173,11 @@ def test_a_definition_that_is_merged_somewhere_is_open_there_only_for_what_is_sh
     assert closed["$defs"]["d0"]["properties"]["x"]["additionalProperties"] is False
     assert "additionalProperties" not in closed["$defs"]["d0"]
     assert set(closed["properties"]["a"]["properties"]) == {"x", "id"}
+
+
+def test_names_of_merged_parts_do_not_grow_without_limit() -> None:
+    """Each of many objects merges a definition of many names."""
+    names = {f"name_{n}": {} for n in range(2_000)}
+    objects = {f"o{n}": {"$ref": "#/$defs/d", "properties": {"x": {}}} for n in range(2_000)}
+    with pytest.raises(InvalidArgument, match="merged parts"):
+        prepared_schema({"properties": objects, "$defs": {"d": {"properties": names}}})
