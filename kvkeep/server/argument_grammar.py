@@ -105,7 +105,7 @@ def named_arguments(rules: LarkRules, tool: Tool, syntax: ValueSyntax, equals: s
         if "number" in types and not arguments.has_fractions(schema):
             rules_of_types["number"] = f"/{_INTEGER}/"
         values = values or list(rules_of_types.values()) or ["value"]
-        value = rules.add_once(either(values)) if len(values) > 1 else values[0]
+        value = rules.add_once(either(values))
         items.append((f"{literal(key + equals)} {value}", is_required))
     return rules.separated(items, syntax.comma) if items else ""
 

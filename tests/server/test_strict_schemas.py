@@ -207,6 +207,18 @@ def test_names_that_no_call_as_in_python_can_have(name: str, tmp_path: Path) -> 
         assert accepts(model, grammar, written(name, [("odd", {key: True})])), key
 
 
+@pytest.mark.parametrize("name", ["lfm2", "gemma4"])
+def test_arguments_behind_a_constant_text_are_required(name: str, tmp_path: Path) -> None:
+    """A text has two forms in Python's."""
+    model = model_of(name, tmp_path)
+    properties = {"a": {"const": "fix"}, "b": BOOLEAN}
+    parameters = {"properties": properties, "required": ["a", "b"]}
+    grammar = grammar_of(model, name, Tool("switch", parameters=parameters))
+    for values in ({"a": "fix", "b": True}, {"a": "fix"}, {"b": True}):
+        is_allowed = len(values) == 2
+        assert accepts(model, grammar, written(name, [("switch", values)])) == is_allowed
+
+
 @pytest.mark.parametrize("schema", [{"type": "number"}, {"type": ["number", "null"]}])
 def test_numbers_between_tags_can_be_read(schema: dict[str, Any], tmp_path: Path) -> None:
     model = model_of("qwen3-coder", tmp_path)
