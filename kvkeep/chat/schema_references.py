@@ -5,7 +5,7 @@ A reference is a JSON pointer (`#/$defs/Name`), an anchor, or either behind the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urljoin
 
 from kvkeep.chat.messages import Tool
 
@@ -96,7 +96,7 @@ class References:
         """Return the part of the root that the `$ref` of one of its parts names; None if none."""
         self._collect(self._root, "")
         reference, base = schema["$ref"], self._bases.get(id(schema), "")
-        uri, fragment = urldefrag(_joined(base, reference))
+        uri, _, fragment = _joined(base, reference).partition("#")
         resource = self._resources.get(uri)
         if resource is None:
             return None
@@ -257,8 +257,8 @@ def _pointed(schema: Any, pointer: str) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping):
             schema = schema.get(name)
-        elif isinstance(schema, list) and name.isascii() and name.isdigit():
-            schema = schema[int(name)] if int(name[:9]) < len(schema) else None
+        elif isinstance(schema, list) and name in map(str, range(len(schema))):
+            schema = schema[int(name)]
         else:
             return None
     return schema

@@ -52,10 +52,12 @@ def _require_short(schema: Mapping[str, Any]) -> None:
 def resolved_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return an equal schema with its own references only, and without annotations.
 
-    Raises InvalidArgument for references to nothing.
+    Raises InvalidArgument for references to nothing, and for one that allows no value.
     """
     resolution = _Resolution(References(schema))
-    result: dict[str, Any] = resolution.resolved(resolution.references.object_schema())
+    result = resolution.resolved(resolution.references.object_schema())
+    if not isinstance(result, dict):
+        raise InvalidArgument("the schema allows no value")
     result.update({key: schema[key] for key in ("$schema", "type") if key in schema})
     if definitions := resolution.definitions():
         result["$defs"] = definitions
