@@ -1,5 +1,6 @@
 """Compiling grammars of tools: the form of calls, its markers, and schemas that are supported."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,9 +9,12 @@ from kvkeep.chat.messages import Tool
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
+from kvkeep.server.limits import MAX_SCHEMA_CHARACTERS
 from kvkeep.server.resolved_schemas import prepared_schema
 from kvkeep.server.schema_patterns import without_unsupported_patterns
 
+# Not every form has all of the parameters in its grammar, which has a limit of its own.
+_MAX_TOGETHER = 10 * MAX_SCHEMA_CHARACTERS
 _SECONDS_FOR_TOOLS = 5.0  # to find out which tools' parameters are supported
 
 
@@ -69,7 +73,17 @@ def _less_and_less_constrained(
     tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
 ) -> Iterator[tuple[Sequence[Tool], Sequence[str]]]:
     """Yield tools with fewer and fewer constraints of their arguments, and what is left out."""
-    yield tools, ()
+    if sum(len(json.dumps(tool.parameters)) for tool in tools) <= _MAX_TOGETHER:
+        yield tools, ()
+        yield _each_supported(tools, compiled)
+    free_tools = [replace(tool, parameters=ANY_OBJECT) for tool in tools]
+    yield free_tools, ["the parameters of the tools are not followed: together they are too large"]
+
+
+def _each_supported(
+    tools: Sequence[Tool], compiled: Callable[[Sequence[Tool]], Grammar]
+) -> tuple[Sequence[Tool], Sequence[str]]:
+    """Return tools without what is not supported in the grammar of one alone, and that in words."""
     usable_tools, warnings = list[Tool](), list[str]()
     deadline = time.monotonic() + _SECONDS_FOR_TOOLS
     for tool in tools:
@@ -81,9 +95,7 @@ def _less_and_less_constrained(
             usable, tool_warnings = _without_parameters(tool, error)
         usable_tools.append(usable)
         warnings += tool_warnings
-    yield usable_tools, warnings
-    free_tools = [replace(tool, parameters=ANY_OBJECT) for tool in tools]
-    yield free_tools, ["the parameters of the tools are not followed: together they are too large"]
+    return usable_tools, warnings
 
 
 def _supported(tool: Tool, compiled: Callable[[Sequence[Tool]], Grammar]) -> tuple[Tool, list[str]]:

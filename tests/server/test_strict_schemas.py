@@ -1,6 +1,7 @@
 """Schemas of strict tools in grammars: references, names, numbers and size."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,18 @@ def test_names_in_tags_that_the_reader_would_cut_off_are_free() -> None:
             arguments.tagged_arguments(
                 LarkRules({}, ()), tool, literal, "</x>", name=FUNCTION_TAGS.label
             )
+
+
+def test_no_text_is_written_for_parameters_that_are_too_large_together(smollm2: Model) -> None:
+    """They are looked at only once they are free."""
+    written_tools = []
+
+    def compiled(tools: Sequence[Tool]) -> Grammar:
+        written_tools.extend(tools)
+        return Grammar.from_prepared(smollm2, tools[0].parameters)
+
+    parameters = {"properties": {"a": {"enum": ["x" * 150_000]}}}
+    tools = [Tool(f"tool_{number}", parameters=parameters) for number in range(20)]
+    grammar = first_supported(smollm2, tools, compiled)
+    assert "together they are too large" in str(grammar.warnings)
+    assert [tool.parameters for tool in written_tools] == [{"type": "object"}] * 20
