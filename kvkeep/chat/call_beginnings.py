@@ -33,18 +33,14 @@ def begin_json(reading: AnswerReading) -> Steps[None]:
 
 def begin_json_call(reading: AnswerReading) -> Steps[None]:
     """Read the beginning of a call as JSON, up to its arguments, which must be an object."""
-    yield from begin_bare_json(reading)
-    yield from reading.skip_space()
-    yield from reading.expect("{")
-
-
-def begin_bare_json(reading: AnswerReading) -> Steps[None]:
-    """Read the beginning of a call as JSON, up to the colon behind the key of its arguments."""
     yield from begin_json(reading)
     yield from _comma(reading)
     yield from reading.expect(*_ARGUMENT_KEYS)
     yield from reading.skip_space()
     yield from reading.expect(":")
+    reading.arguments_begin()
+    yield from reading.skip_space()
+    yield from reading.expect("{")
 
 
 def _first_object(reading: AnswerReading) -> Steps[None]:

@@ -131,6 +131,7 @@ def _read_call(reading: AnswerReading, recipient: str) -> Steps[None]:
     """Read a message to a recipient. It is text, as it was written, if that is no known tool."""
     try:
         name = reading.require_tool(recipient).name
+        reading.arguments_begin()
         if (yield from reading.skip_space()) == "{":
             yield reading.start_call(name)
             yield from stream_object(reading, _ENDS)

@@ -18,6 +18,7 @@ def read_gemma_call(reading: AnswerReading, quote: str) -> Steps[None]:
     """Read a call. quote: the marker around texts. Raises NotACall before it begins."""
     yield from reading.skip_space()
     yield from reading.expect("call:")
+    reading.name_begins("gemma")
     name = (yield from reading.take_match(_NAME)).strip(SPACE)
     reading.require_tool(name)
     if (yield from reading.skip_space()) not in ("{", ""):

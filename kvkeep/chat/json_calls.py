@@ -68,10 +68,14 @@ def _read_call(
             key = json.loads((yield from _string(reading)))
             yield from reading.skip_space()
             yield from reading.expect(":")
+            if key in _ARGUMENT_KEYS and name and reading.call_count == calls_before:
+                reading.arguments_begin()
             next_char = yield from reading.skip_space()
             if key == "function" and next_char == "{" and not nested:
                 yield from _read_call(reading, ends, needs_arguments, nested=True)
             elif key in _NAME_KEYS and next_char == '"' and not name:
+                if not needs_arguments:
+                    reading.name_begins("json", skipped=1)
                 name = json.loads((yield from _string(reading)))
                 reading.require_tool(name)
             elif key in _ARGUMENT_KEYS and name and reading.call_count == calls_before:

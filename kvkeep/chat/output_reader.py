@@ -8,7 +8,7 @@ from kvkeep.chat.json_calls import bare_call_beginning, read_json_calls
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output import Output, OutputBuilder, OutputEvent
 from kvkeep.chat.output_format import BlockMarkers, OutputFormat
-from kvkeep.chat.reading import AnswerReading, NotACall, Steps, TextLine, merged
+from kvkeep.chat.reading import AnswerReading, CallObserver, NotACall, Steps, TextLine, merged
 from kvkeep.chat.scanner import SPACE, Scanner
 
 _BRACKETS = ("{", "[")
@@ -32,6 +32,7 @@ class OutputReader:
         control_text: Callable[[int], str] = lambda token: "",
         schema_calls: Collection[str] | None = None,
         constrained: bool = False,
+        observer: CallObserver | None = None,
     ):
         """tools: those that may be called. new_call_id: returns an id for each call.
 
@@ -40,6 +41,7 @@ class OutputReader:
         token's id. schema_calls: None if the answer follows no JSON schema. With one, it is text
         once its JSON has begun; these are the names of tools whose calls may be bare JSON even so.
         constrained: whether a grammar holds behind the reasoning, which then ends by its marker.
+        observer: notified where calls become certain.
         """
         self._scanner = Scanner(
             output_format.markers,
@@ -48,6 +50,7 @@ class OutputReader:
             output_format.silent_markers,
         )
         self._reading = AnswerReading(self._scanner, tools, new_call_id)
+        self._reading.observer = observer
         self._format, self._forced, self._schema_calls = output_format, forced, schema_calls
         self._steps: Generator[OutputEvent | None, None, None] | None
         self._steps = self._read(starts_in_reasoning)

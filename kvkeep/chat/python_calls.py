@@ -43,11 +43,13 @@ def read_python_calls(reading: AnswerReading) -> Steps[None]:
 
 def _read_call(reading: AnswerReading) -> Steps[int]:
     """Read a call. Returns 1 if it is printed, and so one more bracket ends it."""
+    reading.name_begins("python")
     name = yield from reading.take_match(_NAME)
     yield from reading.expect("(")
     printed = name == "print" and name not in reading.tools
     if printed:
         yield from reading.skip_space()
+        reading.name_begins("python")
         name = yield from reading.take_match(_NAME)
         yield from reading.expect("(")
     if tool_name(name, reading.tools) is None:

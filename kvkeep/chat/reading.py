@@ -6,7 +6,7 @@ step depends only on the text before it, any division of the text into pieces gi
 
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvkeep.chat.messages import NAMESPACE_SEPARATOR, Tool
 from kvkeep.chat.output import (
@@ -33,8 +33,23 @@ class NotACall(Exception):
     """The text is not a call of a known tool in this form, and so it is text."""
 
 
+class CallObserver(Protocol):
+    """An observer of the places where calls become certain, while they are read."""
+
+    def name_begins(self, kind: str, text: str) -> None:
+        """Note that what comes next must be a tool's name, or there is no call.
+
+        kind: what follows the name; see `NAME_KINDS`. text: the unread text from the name on.
+        """
+
+    def arguments_begin(self, tool: Tool, text: str) -> None:
+        """Note that the arguments of a call, a JSON object, come next. text: the unread text."""
+
+
 class AnswerReading:
     """The unread text of an answer, and the state of its output."""
+
+    observer: CallObserver | None = None
 
     def __init__(self, scanner: Scanner, tools: Sequence[Tool], new_call_id: Callable[[], str]):
         self.scanner = scanner
@@ -43,6 +58,7 @@ class AnswerReading:
         self._new_call_id = new_call_id
         self.line = TextLine()  # of the answer's text
         self.names_tool = False  # what may begin a call has the name of a tool
+        self._named_tool: Tool | None = None  # that was required last
         self._space = ""  # white space that is text only if text follows
         self._wrote_text = self._wrote_other = False
         self._ends_part = False  # with a call or a marker
@@ -202,7 +218,18 @@ class AnswerReading:
         if full_name is None:
             raise NotACall
         self.names_tool = True
-        return self.tools[full_name]
+        self._named_tool = self.tools[full_name]
+        return self._named_tool
+
+    def name_begins(self, kind: str, skipped: int = 0) -> None:
+        """Notify the observer that the name of a call comes next, behind some characters."""
+        if self.observer is not None:
+            self.observer.name_begins(kind, self.scanner.rest[skipped:])
+
+    def arguments_begin(self) -> None:
+        """Notify the observer that the JSON arguments of the tool come next that was named last."""
+        if self.observer is not None and self._named_tool is not None:
+            self.observer.arguments_begin(self._named_tool, self.scanner.rest)
 
     def _begin_other(self) -> None:
         self._space, self._wrote_other = "", True

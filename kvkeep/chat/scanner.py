@@ -104,3 +104,8 @@ class Scanner:
                         held = length
                         break
         return len(self.rest) - held
+
+
+def has_control_codes(text: str) -> bool:
+    """Whether some of a text of `Scanner.rest` stands for control tokens."""
+    return bool(_SURROGATES.search(text))

@@ -28,7 +28,8 @@ _QUOTED_LABEL = re.compile(r'[^"<>\n\ud800-\udfff]{0,256}')
 class FunctionTags:
     """The tags of a call, in front of its name and of each parameter's, and behind these.
 
-    close: the text behind a name. newline: left out at both ends of a value.
+    close: the text behind a name. newline: left out at both ends of a value. kind: see
+    `AnswerReading.name_begins`.
     """
 
     function: str
@@ -38,15 +39,17 @@ class FunctionTags:
     close: str = ">"
     label: re.Pattern[str] = LABEL
     newline: str = "\n"
+    kind: str = "function"
 
 
 FUNCTION_TAGS = FunctionTags("<function=", "</function>", "<parameter=")
-SEED_TAGS = replace(FUNCTION_TAGS, newline="")  # values have no lines of their own
+SEED_TAGS = replace(FUNCTION_TAGS, newline="", kind="seed")  # values have no lines of their own
 INVOKE_TAGS = FunctionTags(
     *('<invoke name="', "</invoke>", '<parameter name="'),
     close='">',
     label=_QUOTED_LABEL,
     newline="",
+    kind="invoke",
 )
 FUNCTION = FUNCTION_TAGS.function
 _JSON_TYPES: Mapping[type, str] = {
@@ -77,6 +80,8 @@ def read_function_tag(
     The arguments may be JSON instead. end: the marker behind the function. in_block: whether a
     marker of a block of calls was before it. A name that something else follows begins no call.
     """
+    if in_block:
+        reading.name_begins(tags.kind)
     name = yield from begin_function_tag(reading, tags, end if in_block else None)
     tool = reading.require_tool(name)
     if (yield from reading.skip_space()) == "{":
@@ -131,6 +136,7 @@ def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
 
     end: the marker behind the call, which is not read.
     """
+    reading.name_begins("glm")
     name = (yield from reading.take_match(LABEL)).strip(SPACE)
     tool = reading.require_tool(name)
     at_end = not (yield from reading.skip_space())

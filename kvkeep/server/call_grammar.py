@@ -12,7 +12,6 @@ from kvkeep.server.lark_rules import (
     LarkRules,
     compact_json,
     either,
-    json_value,
     literal,
     spaced_json,
 )
@@ -67,13 +66,6 @@ def call_schema(
 def forced_call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
     return call_schema(tools)
-
-
-def write_bare_calls(calls: AllowedCalls, arguments_keys: Sequence[str] = ("arguments",)) -> str:
-    """Return the expression of calls without a marker: an object, or a list of them."""
-    schemas = [call_schema(calls.tools, key) for key in arguments_keys]
-    call = calls.rules.add(either(map(json_value, schemas)))
-    return f'/[ \\n]+/? ({call} | "[" {call} (/, ?/ {call})* "]")'
 
 
 def write_rendered_call(form: RenderedCall, rules: LarkRules, tools: Sequence[Tool]) -> str:

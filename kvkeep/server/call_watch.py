@@ -1,80 +1,24 @@
 """Finding in the tokens of an answer where it is certain that a strict tool is called."""
 
 import codecs
-import re
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
-from kvkeep.chat.call_beginnings import begin_bare_json
-from kvkeep.chat.call_form import Begin
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_format import OutputFormat
-from kvkeep.chat.reading import AnswerReading, NotACall, tool_name
-from kvkeep.chat.scanner import Scanner
+from kvkeep.chat.output_reader import OutputReader
+from kvkeep.chat.reading import tool_name
+from kvkeep.chat.scanner import has_control_codes
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.strict_grammar import StrictGrammar
 
-_HEADER_START, _HEADER_END = "<|start|>", "<|message|>"
-_RECIPIENT = re.compile(rb"\bto=([^\s<]+)")
-_MAX_HEADER = 1000  # bytes
-_MAX_MARKER = 64  # tokens
+_MAX_NAME = 300  # characters, with modules before it
+_PADDED_KINDS = ("function", "seed", "invoke", "glm")  # of names that may have space before them
+_NO_GRAMMARS: Mapping[str, Grammar] = {}
 
 
-class CallWatch(Protocol):
-    """A search for calls of strict tools in the tokens of an answer."""
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the grammar that was returned last holds to the call's end."""
-
-    def begun(self, token: int) -> Grammar | None:
-        """Follow a token. Return the grammar that holds behind it, if such a call has begun.
-
-        It has followed the token, too.
-        """
-
-
-class ChannelWatch:
-    """Finds messages to strict tools by their headers; their content is the arguments."""
-
-    is_certain = True
-
-    def __init__(self, codec: TextCodec, grammar: StrictGrammar, at_start: bool):
-        """at_start: whether the first token is one of a header."""
-        self._codec, self._arguments = codec, grammar.arguments
-        self._names = [tool.name for tool in grammar.tools]
-        self._header: bytes | None = b"" if at_start else None
-
-    def begun(self, token: int) -> Grammar | None:
-        """Follow a token; see `CallWatch`."""
-        text = self._codec.control_text(token)
-        if text == _HEADER_START:
-            self._header = b""
-        elif self._header is not None:
-            if text == _HEADER_END:
-                header, self._header = self._header, None
-                return self._grammar_behind(header)
-            self._header += self._codec.token_bytes(token)
-            if len(self._header) > _MAX_HEADER:
-                self._header = None
-        return None
-
-    def _grammar_behind(self, header: bytes) -> Grammar | None:
-        recipients = _RECIPIENT.findall(header)
-        if not recipients:
-            return None
-        name = tool_name(recipients[-1].decode(errors="replace"), self._names)
-        grammar = self._arguments.get(name or "")
-        return grammar and grammar.copy()
-
-
-class MarkerWatch:
-    """Finds calls behind the markers that begin them, and bare ones at the start of an answer.
-
-    Inside of reasoning markers that are no control tokens are text about them.
-    """
+class CallWatch:
+    """Reads the tokens of an answer as its reader does, up to where calls of strict tools begin."""
 
     def __init__(
         self,
@@ -87,143 +31,63 @@ class MarkerWatch:
         """at_start: whether the answer begins with the first token. in_reasoning: whether that
         token is one of reasoning.
         """
-        self._codec, self._format, self._grammar = codec, output_format, grammar
-        self._begins = {
-            form.opener: form.begin for form in output_format.calls if form.begin is not None
-        }
-        self._ids = grammar.marker_ids
-        self._recent = deque[bytes](maxlen=_MAX_MARKER)  # bytes of the last tokens
-        self._in_reasoning = in_reasoning
-        self._call: _PossibleCall | None = None
-        if at_start and grammar.bare_calls is not None:
-            self._call = self._possible(grammar.bare_calls, begin_bare_json)
-
-    @property
-    def is_certain(self) -> bool:
-        return self._call is None
+        self._codec, self._grammar = codec, grammar
+        self._names = [tool.name for tool in grammar.tools]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._name, self._name_grammars = "", _NO_GRAMMARS  # of a call that may have begun
+        self._may_be_padded = False
+        self._begun: Grammar | None = None
+        self._reader = OutputReader(
+            *(output_format, grammar.tools),
+            starts_in_reasoning=in_reasoning,
+            control_text=codec.control_text,
+            observer=self,
+        )
+        if not (at_start or in_reasoning):
+            self._reader.push(["-"])  # text has begun
 
     def begun(self, token: int) -> Grammar | None:
-        """Follow a token; see `CallWatch`."""
-        self._recent.append(self._codec.token_bytes(token))
-        self._follow_reasoning(token)
-        if self._call is not None:
-            self._call.push([token], self._call.decoded(token))
-        if self._call is None or self._call.has_failed:
-            self._call = self._behind_opener(token)
-        call = self._call
-        if call is None or (call.tool is None and not call.has_strict_name):
-            return None
-        if call.tool is not None:
-            self._call = None
-            self._recent.clear()
-        return call.grammar if call.tool is None or call.tool.strict else None
+        """Follow a token. Return the grammar that holds behind it, if such a call has begun.
 
-    def _follow_reasoning(self, token: int) -> None:
-        ends = self._in_reasoning
-        for block in self._format.reasoning:
-            if self._rest(block.end if ends else block.start, token) is not None:
-                self._in_reasoning = not ends
-                return
+        It has followed the token, too.
+        """
+        self._begun = None
+        is_control = self._codec.is_control(token)
+        text = "" if is_control else self._decoder.decode(self._codec.token_bytes(token))
+        if is_control:
+            self._name_grammars = _NO_GRAMMARS
+        if self._name_grammars:
+            self._append_to_name(text)
+        self._reader.push([token if is_control else text])
+        return self._begun
 
-    def _behind_opener(self, token: int) -> "_PossibleCall | None":
-        """Return what may be a call, if the token completes an opener."""
-        if self._grammar.calls is None:
-            return None
-        for opener, begin in self._begins.items():
-            rest = self._rest(opener, token)
-            if rest is None or (self._in_reasoning and not self._is_control(opener)):
-                continue
-            call = self._possible(self._grammar.calls, begin)
-            known = self._ids.get(opener)
-            # Some tokenizers write a space before a text: encoded with the marker, it is before it.
-            ids = self._codec.encode(opener + rest if known is None else rest)
-            call.push_marker(ids if known is None else [known, *ids], rest)
-            if not call.has_failed:
-                return call
-        return None
+    def name_begins(self, kind: str, text: str) -> None:
+        """See `CallObserver`."""
+        self._name_grammars, self._name = self._grammar.behind_names.get(kind, _NO_GRAMMARS), ""
+        self._may_be_padded = kind in _PADDED_KINDS
+        self._append_to_name(text)
 
-    def _is_control(self, marker: str) -> bool:
-        return marker in self._format.control_markers
+    def arguments_begin(self, tool: Tool, text: str) -> None:
+        """See `CallObserver`."""
+        if tool.name in self._grammar.arguments:
+            self._begin(self._grammar.arguments[tool.name], text)
 
-    def _rest(self, marker: str, token: int) -> str | None:
-        """Return the text behind a marker that the last token completes; None if it does not."""
-        if self._is_control(marker):
-            return "" if self._ids.get(marker) == token else None
-        text, encoded = b"".join(self._recent), marker.encode()
-        start = len(text) - len(self._recent[-1]) - len(encoded) + 1
-        place = text.find(encoded, max(start, 0))
-        if place < 0:
-            return None
-        try:
-            return text[place + len(encoded) :].decode()
-        except UnicodeDecodeError:
-            return None
+    def _append_to_name(self, text: str) -> None:
+        """Append text to what may be a name: behind each strict name in it a call may go on."""
+        first = len(self._name) + 1
+        self._name += text
+        for length in range(first, min(len(self._name), _MAX_NAME) + 1):
+            written = self._name[:length]
+            tool = tool_name(written.lstrip() if self._may_be_padded else written, self._names)
+            if tool in self._name_grammars:
+                self._begin(self._name_grammars[tool], self._name[length:])
+        if len(self._name) > _MAX_NAME:
+            self._name_grammars = _NO_GRAMMARS
 
-    def _possible(self, grammar: Grammar, begin: Begin) -> "_PossibleCall":
-        return _PossibleCall(self._codec, self._format, self._grammar.tools, grammar, begin)
-
-
-class _PossibleCall:
-    """Text that may be a call: followed by the grammar, and read up to where that is certain.
-
-    tool: the one that is called, as soon as that is certain. has_strict_name: whether the text ends
-    with a strict tool's name, which may be the beginning of another name. has_failed: whether it is
-    no call, one that the grammar does not have, or one that has ended.
-    """
-
-    def __init__(
-        self,
-        codec: TextCodec,
-        output_format: OutputFormat,
-        tools: Sequence[Tool],
-        grammar: Grammar,
-        begin: Begin,
-    ):
-        self.grammar, self._codec = grammar.copy(), codec
-        self.tool: Tool | None = None
-        self.has_failed = self.has_strict_name = self._has_marker = False
-        self._strict_names = frozenset(tool.name for tool in tools if tool.strict)
-        controls = output_format.control_markers
-        self._scanner = Scanner(output_format.markers, controls, codec.control_text)
-        self._reading = _NamedReading(self._scanner, tools, str)
-        self._steps = begin(self._reading)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def decoded(self, token: int) -> str | int:
-        """Return the next token's text, or the id of a control token."""
-        if self._codec.is_control(token):
-            return token
-        return self._decoder.decode(self._codec.token_bytes(token))
-
-    def push_marker(self, tokens: Sequence[int], text: str) -> None:
-        """Append the marker and the text behind it: `tokens` are those of both."""
-        self._has_marker = True
-        self.push(tokens, text)
-
-    def push(self, tokens: Sequence[int], text: str | int) -> None:
-        """Append tokens and their text."""
-        self._scanner.append([text])
-        self.has_strict_name = False
-        if not self.grammar.follow(tokens) or self.grammar.is_whole:
-            self.has_failed = True
+    def _begin(self, grammar: Grammar, text: str) -> None:
+        """Have a grammar hold behind a text, if that goes on by it and is not whole."""
+        if self._decoder.getstate()[0] or has_control_codes(text):
             return
-        try:
-            next(self._steps)
-        except NotACall:
-            self.has_failed = True
-        except StopIteration:
-            self.tool = self._reading.tool
-        else:
-            if self._has_marker:  # a name is certain behind it
-                self.tool = self._reading.tool
-                self.has_strict_name = self._scanner.rest in self._strict_names
-
-
-class _NamedReading(AnswerReading):
-    """A reading that remembers the last tool that was named."""
-
-    tool: Tool | None = None
-
-    def require_tool(self, name: str) -> Tool:
-        self.tool = super().require_tool(name)
-        return self.tool
+        grammar = grammar.copy()
+        if grammar.follow_text(text) and not grammar.is_whole:
+            self._begun = grammar

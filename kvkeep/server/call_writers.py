@@ -10,7 +10,14 @@ from kvkeep.chat.tagged_calls import FUNCTION_TAGS, INVOKE_TAGS, SEED_TAGS, Func
 from kvkeep.server import argument_grammar as arguments
 from kvkeep.server.call_grammar import AllowedCalls, call_schema, object_schema
 from kvkeep.server.grammar import moved_schema
-from kvkeep.server.lark_rules import either, indented_json, json_value, literal, spaced_json
+from kvkeep.server.lark_rules import (
+    LarkRules,
+    either,
+    indented_json,
+    json_value,
+    literal,
+    spaced_json,
+)
 
 _TAG, _TAG_END = "<tool_call>", "</tool_call>"
 
@@ -26,42 +33,53 @@ def _function_writer(start: str, end: str, tags: FunctionTags) -> Callable[[Allo
     """Return a writer of calls in tags."""
 
     def write_calls(calls: AllowedCalls) -> str:
-        rules, close = calls.rules, f"{tags.close}{tags.newline}"
+        rules = calls.rules
 
         def write(tool: Tool) -> str:
-            value_end = f"{tags.newline}{tags.parameter_end}\n"
-            values = arguments.tagged_arguments(rules, tool, begin, value_end, name=tags.label)
             name = literal(f"\n{tags.function}{tool.name}{tags.close}\n")
-            function_end = literal(f"{tags.function_end}\n")
-            return rules.add(
-                f"{rules.marker(start)} {name} {values} {function_end} {rules.marker(end)}"
-            )
-
-        def begin(key: str) -> str:
-            if key:
-                return literal(f"{tags.parameter}{key}{close}")
-            quote = '"' if '"' in tags.close else ""
-            return rf"{literal(tags.parameter)} /[^<>{quote}\n]{{1,60}}/ {literal(close)}"
+            function = tagged_function(rules, tool, tags)
+            return rules.add(f'{rules.marker(start)} {name} {function} "\\n" {rules.marker(end)}')
 
         return calls.repeated(write, '"\\n"?')
 
     return write_calls
 
 
+def tagged_function(rules: LarkRules, tool: Tool, tags: FunctionTags) -> str:
+    """Return the expression of a call's parameters in tags, and of the function's end."""
+    close = f"{tags.close}{tags.newline}"
+
+    def begin(key: str) -> str:
+        if key:
+            return literal(f"{tags.parameter}{key}{close}")
+        quote = '"' if '"' in tags.close else ""
+        return rf"{literal(tags.parameter)} /[^<>{quote}\n]{{1,60}}/ {literal(close)}"
+
+    value_end = f"{tags.newline}{tags.parameter_end}\n"
+    values = arguments.tagged_arguments(rules, tool, begin, value_end, name=tags.label)
+    return f"{values} {literal(tags.function_end)}"
+
+
 def _write_glm(calls: AllowedCalls) -> str:
     rules = calls.rules
-    key_start, key_end, value_start = map(rules.marker, ("<arg_key>", "</arg_key>", "<arg_value>"))
 
     def write(tool: Tool) -> str:
-        values = arguments.tagged_arguments(rules, tool, begin, "</arg_value>", '"\\n"?')
-        name = literal(tool.name)
-        return rules.add(f'{rules.marker(_TAG)} {name} "\\n"? {values} {rules.marker(_TAG_END)}')
+        name, values = literal(tool.name), glm_arguments(rules, tool)
+        return rules.add(f'{rules.marker(_TAG)} {name} "\\n"? {values}')
+
+    return calls.repeated(write, '"\\n"?')
+
+
+def glm_arguments(rules: LarkRules, tool: Tool) -> str:
+    """Return the expression of a call's arguments in GLM's form, and of the call's end."""
+    key_start, key_end, value_start = map(rules.marker, ("<arg_key>", "</arg_key>", "<arg_value>"))
 
     def begin(key: str) -> str:
         text = literal(key) if key else r"/[^<>\n]{1,60}/"
         return f'{key_start} {text} {key_end} "\\n"? {value_start}'
 
-    return calls.repeated(write, '"\\n"?')
+    values = arguments.tagged_arguments(rules, tool, begin, "</arg_value>", '"\\n"?')
+    return f"{values} {rules.marker(_TAG_END)}"
 
 
 def _write_llama3(calls: AllowedCalls) -> str:
@@ -153,6 +171,20 @@ def _python_calls(calls: AllowedCalls, between: str = '"\\n"') -> str:
         return f'{call} | "print(" {call} ")"'
 
     return calls.repeated(write, between)
+
+
+def python_arguments(rules: LarkRules, tool: Tool) -> str:
+    """Return the expression of the arguments of the only call of a grammar, as in Python."""
+    syntax = arguments.python_syntax()
+    arguments.define_values(rules, syntax)
+    return arguments.named_arguments(rules, tool, syntax, "=")
+
+
+def gemma_arguments(rules: LarkRules, tool: Tool, quote: str) -> str:
+    """Return the expression of the arguments of the only call of a grammar, in Gemma's form."""
+    syntax = arguments.quoted_syntax(rules, quote)
+    arguments.define_values(rules, syntax)
+    return arguments.named_arguments(rules, tool, syntax, ":")
 
 
 def _gemma_writer(opener: str, end: str, quote: str) -> Callable[[AllowedCalls], str]:

@@ -47,6 +47,7 @@ class Grammar:
         # Model files may name end tokens that the tokenizer's vocabulary lacks.
         eos_ids = tuple(eos for eos in model.end_token_ids if eos < model.text.vocab_size)
         tokenizer = _llguidance_tokenizer(model.text, eos_ids)
+        self._tokenizer = tokenizer
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if problem := self._matcher.get_error():
             reason = _first_reason(problem)
@@ -149,6 +150,10 @@ class Grammar:
     def follow(self, tokens: Sequence[int]) -> bool:
         """Append tokens. Returns False if the text cannot go on with them; then it is of no use."""
         return bool(self._matcher.try_consume_tokens(list(tokens)) == len(tokens))
+
+    def follow_text(self, text: str) -> bool:
+        """Append a text, in any tokens that have it; see `follow`."""
+        return self.follow(self._tokenizer.greedy_tokenize(text))
 
 
 def _json_grammar(schema_json: str) -> str:

@@ -4,7 +4,7 @@ from torch import Tensor, isneginf
 
 from kvkeep.chat.output_format import OutputFormat
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.call_watch import CallWatch, ChannelWatch, MarkerWatch
+from kvkeep.server.call_watch import CallWatch
 from kvkeep.server.grammar import Grammar
 from kvkeep.server.strict_grammar import StrictGrammar
 from kvkeep.session.sampling import Constraint
@@ -13,7 +13,8 @@ from kvkeep.session.sampling import Constraint
 class StrictCalls:
     """A constraint of calls of strict tools, on top of `within`, if given; other text is free.
 
-    A grammar holds from where it is certain that a strict tool is called, up to the call's end.
+    A grammar holds from where it is certain that a strict tool is called, up to the end of the
+    arguments.
     """
 
     def __init__(
@@ -30,11 +31,7 @@ class StrictCalls:
         in_reasoning: whether that token is one of reasoning.
         """
         self._within = within
-        self._watch: CallWatch
-        if output_format.channels:
-            self._watch = ChannelWatch(codec, grammar, at_start)
-        else:
-            self._watch = MarkerWatch(codec, output_format, grammar, at_start, in_reasoning)
+        self._watch = CallWatch(codec, output_format, grammar, at_start, in_reasoning)
         self._held: Grammar | None = None
 
     @property
@@ -56,7 +53,7 @@ class StrictCalls:
         """Follow a sampled token."""
         if self._within is not None:
             self._within.accept(token)
-        if self._held is None or not self._watch.is_certain:
-            self._held = self._watch.begun(token)
-        elif not self._held.follow([token]) or self._held.is_whole:
+        begun = self._watch.begun(token)
+        if self._held is not None and (not self._held.follow([token]) or self._held.is_whole):
             self._held = None
+        self._held = self._held or begun

@@ -1,38 +1,37 @@
 """Grammars of calls that a model makes of its own accord, for tools that are strict."""
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from weakref import WeakKeyDictionary
 
 from kvkeep.chat.messages import Tool
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.server.call_grammar import AllowedCalls, object_schema, write_bare_calls
-from kvkeep.server.call_writers import write_calls
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
-from kvkeep.server.lark_rules import LarkRules, json_value
+from kvkeep.server.lark_rules import LarkRules
+from kvkeep.server.strict_writers import ARGUMENTS, WRITERS, WriteCall
 from kvkeep.server.tool_grammars import call_form, first_supported, marker_ids
 
 _MAX_GRAMMARS = 8  # that are kept for a model
+_MAX_SECONDS = 20.0  # for those of all tools
+_TOO_LONG = "compiling those of all tools takes too long"
 
 
 @dataclass(frozen=True)
 class StrictGrammar:
     """Grammars of calls of some tools, of which some are strict.
 
-    calls: of calls from the marker on that begins them; None if there is none. bare_calls: of calls
-    without a marker, at the start of an answer. arguments: in channels, of each strict tool's
-    arguments. marker_ids: the tokens of markers; others are plain text.
+    behind_names: for each `kind` of `AnswerReading.name_begins` and each strict tool, of what
+    follows its name, up to the end of the arguments. arguments: for each, of JSON arguments alone.
     """
 
     tools: Sequence[Tool]
-    calls: Grammar | None = None
-    bare_calls: Grammar | None = None
+    behind_names: Mapping[str, Mapping[str, Grammar]] = field(default_factory=dict)
     arguments: Mapping[str, Grammar] = field(default_factory=dict)
-    marker_ids: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # what of the schemas is not followed, in words
 
 
@@ -72,41 +71,33 @@ def compile_strict(model: Model, tools: Sequence[Tool]) -> StrictGrammar | None:
 
 
 def _compiled(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
-    output_format, form = model.renderer.output_format, call_form(model)
-    if output_format.channels:
-        return _compiled_channels(model, tools)
-    begins = [call.begin for call in output_format.calls]
-    if not begins or (form != "hermes" and begins[0] is None):
+    form = call_form(model)
+    writers = WRITERS.get(form)
+    if writers is None:
         return StrictGrammar(tools, warnings=(f"strict is not followed in calls of {form}",))
-    ids = marker_ids(model)
-    markers = ids, model.end_token_ids
+    ids, warnings = marker_ids(model), dict[str, None]()  # each once, in order
+    deadline = time.monotonic() + _MAX_SECONDS
+    grammars: dict[str, dict[str, Grammar]] = {kind: {} for kind in writers}
+    for tool in filter(lambda tool: tool.strict, tools):
+        if time.monotonic() > deadline:
+            tool = replace(tool, parameters=ANY_OBJECT)
+            warnings[f"the parameters of {tool.name} are not followed: {_TOO_LONG}"] = None
+        for kind, write in writers.items():
 
-    def calls(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(*markers)
-        written = write_calls(form, AllowedCalls(rules, tools))
-        return Grammar.from_lark(model, rules.text(f'" "? ({written})'))  # some tokenizers add it
+            def compiled(tools: Sequence[Tool], write: WriteCall = write) -> Grammar:
+                rules = LarkRules(ids, model.end_token_ids)
+                return Grammar.from_lark(model, rules.text(write(rules, tools[0])))
 
-    def bare_calls(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(*markers)
-        keys = ("arguments", "parameters") if output_format.bare_json else ("arguments",)
-        written = write_bare_calls(AllowedCalls(rules, tools), keys)
-        return Grammar.from_lark(model, rules.text(written))
-
-    grammar = first_supported(model, tools, calls)
-    if not any(form.is_json for form in output_format.bare_calls):
-        return StrictGrammar(tools, grammar, marker_ids=ids, warnings=grammar.warnings)
-    bare = first_supported(model, tools, bare_calls)
-    warnings = tuple(dict.fromkeys((*grammar.warnings, *bare.warnings)))
-    return StrictGrammar(tools, grammar, bare, marker_ids=ids, warnings=warnings)
+            grammar = grammars[kind][tool.name] = first_supported(model, [tool], compiled)
+            warnings |= dict.fromkeys(grammar.warnings)
+    arguments = grammars.pop(ARGUMENTS, None)
+    if arguments is None:
+        arguments = {name: _of_arguments(g) for name, g in grammars.get("json", {}).items()}
+    return StrictGrammar(tools, grammars, arguments, tuple(warnings))
 
 
-def _compiled_channels(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
-    def content(tools: Sequence[Tool]) -> Grammar:
-        rules = LarkRules(marker_ids(model), model.end_token_ids)
-        text = rules.add(json_value(object_schema(tools[0])))
-        return Grammar.from_lark(model, rules.text(rf"/[ \n]+/? {text}"))
-
-    strict = [tool for tool in tools if tool.strict]
-    arguments = {tool.name: first_supported(model, [tool], content) for tool in strict}
-    warnings = [warning for grammar in arguments.values() for warning in grammar.warnings]
-    return StrictGrammar(tools, arguments=arguments, warnings=tuple(dict.fromkeys(warnings)))
+def _of_arguments(grammar: Grammar) -> Grammar:
+    """Return the grammar of JSON arguments, given that of what follows a name in JSON."""
+    grammar = grammar.copy()
+    grammar.follow_text('", "arguments":')
+    return grammar

@@ -114,7 +114,7 @@ FREE_TEXTS = (
     ("hermes", "In <tool_call> I write the weather."),
     ("hermes", '<tool_call>\n{"name": "the_weather", "arguments": {\n"x": 1}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "look_up", "arguments": {"x": "weather",\n"y": 1}}\n'),
-    ("hermes", '<tool_call>\n{\n  "name": "weather",\n  "arguments": {"x": 1}\n}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "weather station", "arguments": {"x": 1}}\n</tool_call>'),
     ("hermes", '{"name": "weather station", "id": 3}'),
     ("hermes", '{"name": "weather", "description": "Tells it."}'),
     ("hermes", '[{"name": "weather", "description": "Tells it."}]'),
@@ -123,8 +123,12 @@ FREE_TEXTS = (
     ("gemma3 json", '```json\n{"weather": "sunny"}\n```'),
     ("gemma3 json", "```tool_code\nweather = get()\n```"),
     ("command-r", "Action: look at the weather."),
-    ("nemotron2", '<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call>'),
     ("qwen3-coder", "<function=weather>\n<parameter=x>\n1\n</parameter>\n</function>"),
+    ("qwen3-coder", "<tool_call>\n<function=weather map>\n</function>\n</tool_call>"),
+    ("glm", "<tool_call>weather\nis what I look up.</tool_call>"),
+    ("gemma4", "<|tool_call>call:weather is it.<tool_call|>"),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather is it."),
+    ("mistral", "[TOOL_CALLS]weather is it."),
     ("harmony", "<|channel|>analysis<|message|>I write to=functions.weather now.<|end|>"),
     ("harmony", "<|channel|>commentary<|message|>I look at the weather.<|end|>"),
 )
@@ -134,6 +138,127 @@ FREE_TEXTS = (
 def test_text_that_only_looks_like_a_call_is_free(name: str, text: str, tmp_path: Path) -> None:
     model = model_of(name, tmp_path)
     assert may_be_written(model, constraint_of(model), text)
+
+
+DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+# Calls as the reader takes them, in other bytes than the template's. Words in capitals stand for
+# the arguments: see `with_arguments`.
+CALLS = (
+    ("hermes", '<tool_call>\n{ "name": "weather", "arguments": JSON}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{\n  "name" : "weather",\n  "arguments" : JSON\n}\n</tool_call>'),
+    ("hermes", '<tool_call> \r\n\n{"name": "weather","arguments":JSON}</tool_call>'),
+    ("hermes", '<tool_call>\n[{"name": "weather", "arguments": JSON}]\n</tool_call>'),
+    ("hermes", '<tool_call>\n[{"name": "look_up"}, {"name": "weather", "arguments": JSON}]\n'),
+    ("hermes", '<tool_call>\n{"id": 3, "name": "weather", "parameters": JSON}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"arguments": {"x": 1}, "name": "weather", "arguments": JSON}\n'),
+    ("hermes", '<tool_call>\n{"type": "function", "name": "weather", "arguments": JSON}\n'),
+    ("hermes", '<tool_call>\n{"function": {"name": "functions.weather", "arguments": JSON}}\n'),
+    ("hermes", '{\n  "name": "weather",\n  "arguments": JSON\n}'),
+    ("hermes", '```json\n{"name": "weather", "arguments": JSON}\n```'),
+    ("llama3", '{"type": "function", "name": "weather", "parameters": JSON}'),
+    ("llama3", 'Sure:\n{"name": "weather", "parameters": JSON}'),
+    ("llama3", '<|python_tag|>{"type": "function", "name": "weather", "parameters": JSON}'),
+    ("nemotron2", '<tool_call>\n{"name": "weather", "arguments": JSON}\n</tool_call>'),
+    ("mistral", "[TOOL_CALLS] weather[ARGS]JSON"),
+    ("mistral", "[TOOL_CALLS]weather JSON"),
+    ("apertus", '<|tools_prefix|> [ {"weather" : JSON}]<|tools_suffix|>'),
+    ("deepseek", f"{DEEPSEEK_CALL}weather<｜tool▁sep｜>\nJSON<｜tool▁call▁end｜>"),
+    ("deepseek", f"{DEEPSEEK_CALL}function<｜tool▁sep｜>weather\n\n```json\nJSON\n```"),
+    ("deepseek", "<｜tool▁calls▁begin｜>\n\n<｜tool▁call▁begin｜>weather<｜tool▁sep｜>JSON"),
+    ("deepseek", "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>JSON<｜tool▁call▁end｜>"),
+    ("harmony", f"{ANALYSIS}<|channel|>commentary to=functions.weather <|message|>\n JSON"),
+    ("harmony", "<|channel|>analysis to=functions.weather<|message|>JSON"),
+    ("qwen3-coder", "<tool_call><function=weather>TAGS</function></tool_call>"),
+    ("qwen3-coder", "<tool_call>\n\n<function= weather >\n\nTAGS</function>\n</tool_call>"),
+    ("minimax", '<minimax:tool_call><invoke name="weather">INVOKE</invoke>'),
+    ("glm", "<tool_call>\nweather\n\nKEYS</tool_call>"),
+    ("gemma4", "<|tool_call>call:weather {GEMMA}<tool_call|>"),
+    ("lfm2", "<|tool_call_start|>weather(PYTHON)<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[look_up(x=1), weather(PYTHON)]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\n[weather(PYTHON)]\n</function_calls>"),
+)
+
+
+def test_calls_are_held_however_they_are_written(tmp_path: Path) -> None:
+    models: dict[str, Model] = {}
+    for name, text in CALLS:
+        model = models.setdefault(name, model_of(name, tmp_path / name))
+        for values, is_allowed in ((ROME[1], True), ({"x": 1}, False), ({}, False)):
+            call = with_arguments(text, values)
+            read = calls_in(model, call)[-1]
+            found = read.name, json.loads(read.arguments), read.complete
+            assert found == ("weather", values, True), call
+            assert may_be_written(model, constraint_of(model), call) == is_allowed, call
+
+
+def with_arguments(text: str, values: dict[str, Any]) -> str:
+    """Return a text of `CALLS` with arguments, in each way in which forms write them."""
+    names = {
+        "JSON": json.dumps(values),
+        "TAGS": "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items()),
+        "INVOKE": "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in values.items()),
+        "KEYS": "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items()
+        ),
+        "GEMMA": ",".join(
+            f'{k}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{k}:{v}" for k, v in values.items()
+        ),
+        "PYTHON": ", ".join(f"{k}={v!r}" for k, v in values.items()),
+    }
+    for written_name, arguments in names.items():
+        text = text.replace(written_name, arguments)
+    return text
+
+
+def calls_in(model: Model, text: str) -> list[GeneratedCall]:
+    """Return the calls that are read in an answer."""
+    output_format, control_text = model.renderer.output_format, model.text.control_text
+    reader = OutputReader(output_format, QUESTION.callable_tools, control_text=control_text)
+    for token in model.text.encode(text, special=True):
+        is_control = model.text.is_control(token)
+        reader.push([token if is_control else model.text.decode([token])])
+    reader.finish()
+    return reader.output.calls
+
+
+BAD_CALL = '<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def test_a_mention_of_a_reasoning_marker_is_text(tmp_path: Path) -> None:
+    model = family_model(tmp_path, [], text_markers=["<tool_call>", "</tool_call>"])
+    look_up = '<tool_call>\n{"name": "look_up", "arguments": {"x": "<think>"}}\n</tool_call>\n'
+    for text in ("I use <think> tags.\n", look_up, "<think>\nHm.\n</think>\n"):
+        assert not may_be_written(model, constraint_of(model), text + BAD_CALL), text
+    assert may_be_written(model, constraint_of(model), f"<think>\nMaybe {BAD_CALL}")
+
+
+RAW_VALUES = (
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=look_up>\n<parameter=text>\nWrite <tool_call>\n"
+        "<function=weather>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "so.\n</parameter>\n</function>\n</tool_call>",
+    ),
+    ("hermes", f'<tool_call>\n{{"name": "look_up", "arguments": {{"x": {json.dumps(BAD_CALL)}}}}}'),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), RAW_VALUES)
+def test_values_of_free_tools_have_no_calls(name: str, text: str, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path)
+    assert [call.name for call in calls_in(model, text)] == ["look_up"]
+    assert may_be_written(model, constraint_of(model), text)
+
+
+def test_white_space_before_the_arguments_of_a_message_has_a_limit(tmp_path: Path) -> None:
+    model = model_of("harmony", tmp_path)
+    header = "<|channel|>commentary to=functions.weather <|message|>"
+    assert may_be_written(model, constraint_of(model), f'{header}\n {{"city":"x","unit":"C"}}')
+    ids = model.text.encode(header + " \n" * 50, special=True)
+    place = refused_at(model, constraint_of(model), ids)
+    assert place is not None
+    assert place < len(ids) - 50
 
 
 def test_a_longer_name_of_another_tool_is_free(tmp_path: Path) -> None:

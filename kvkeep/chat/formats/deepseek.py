@@ -34,11 +34,13 @@ def _read_block(reading: AnswerReading, in_call: bool = False) -> Steps[None]:
 def _read_call(reading: AnswerReading) -> Steps[None]:
     """Read `name<｜tool▁sep｜>{...}`, or `function<｜tool▁sep｜>name`, a line and fenced JSON."""
     yield from reading.skip_space()
+    reading.name_begins("deepseek")
     name = yield from reading.take_match(_NAME)
     yield from reading.skip_space()
     yield from reading.expect(_SEPARATOR)
     is_fenced = (yield from reading.skip_space()) not in ("{", "")
     if is_fenced:
+        reading.name_begins("fenced")
         name = yield from reading.take_match(_NAME)
         yield from reading.skip_space()
         yield from reading.expect("```json")

@@ -37,6 +37,7 @@ def _read_keyed(reading: AnswerReading, end: str) -> Steps[None]:
         yield from reading.expect("{")
         if (yield from reading.skip_space()) != '"':
             raise NotACall
+        reading.name_begins("keyed", skipped=1)
         name = json.loads((yield from read_json_value(reading)))
         yield from reading.skip_space()
         yield from reading.expect(":")

@@ -20,6 +20,7 @@ def _read_mistral(reading: AnswerReading) -> Steps[None]:
         yield from read_json_calls(reading)
         yield from close_block(reading, calls_before)
         return
+    reading.name_begins("mistral")
     name = yield from reading.take_match(_NAME)
     call_id = ""
     marker = yield from reading.take("[CALL_ID]", "[ARGS]")
