@@ -15,12 +15,14 @@ from cli.conftest import Invoke, Start
 from topics import topic_text
 
 from kvkeep import Sampling
+from kvkeep.chat.openai_chat import parse_chat
 from kvkeep.cli.batch.requests import BatchRequest, read_jsonl
 from kvkeep.cli.batch.results import BatchResults
 from kvkeep.cli.batch.run import BatchAnswer, BatchReport
 from kvkeep.engine import Finished, GeneratedToken
 from kvkeep.engine.usage import Reuse, Usage
 from kvkeep.model import Model
+from kvkeep.server.answer_grammar import compile_answer
 
 SYSTEM = "You answer in one word, and you never explain. " * 50
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -366,6 +368,33 @@ def test_chat_with_tools_is_answered_with_calls(smollm2: Model) -> None:
     (choice,) = cut.result_line("m")["response"]["body"]["choices"]
     assert choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_calls_of_strict_tools_are_held_as_in_the_server(smollm2: Model, strict: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    function = {"name": "choose", "parameters": schema, "strict": strict}
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": function}]}
+    request = BatchRequest("a", "line 1", body, is_chat=True, is_openai=True)
+    generation = request.prepare(smollm2, Sampling(), 8).constrained_request()
+    chat = parse_chat(body)
+    answer = compile_answer(smollm2, chat)
+    of_server = answer.constraint(smollm2, smollm2.renderer.render(chat))
+    of_batch = generation.sampling.constraint
+    if not strict:
+        assert of_batch is of_server is None
+        return
+    assert of_batch is not None
+    assert of_server is not None
+    logits, counts = torch.zeros(smollm2.text.vocab_size), []
+    for token in smollm2.text.encode('<tool_call>\n{"name": "choose", "arguments": {"a": "no"}}'):
+        masked = of_batch.masked(logits)
+        assert torch.equal(masked, of_server.masked(logits))
+        counts.append(int((masked == 0.0).sum()))
+        of_batch.accept(token)
+        of_server.accept(token)
+    assert min(counts) < 10
+    assert counts[0] == len(logits)
 
 
 def test_answers_follow_their_schemas_and_required_calls(invoke: Invoke, tmp_path: Path) -> None:

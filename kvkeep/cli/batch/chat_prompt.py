@@ -91,7 +91,9 @@ def render_chat(model: "Model", body: Mapping[str, Any]) -> ChatPrompt:
     hosted = [f"tools.{kind} is ignored" for kind in hosted_tools(body.get("tools"))]
     grammar = None
     answer_format = body.get("response_format") or {}
-    if chat.choice.mode == "required" or answer_format.get("type", "text") != "text":
+    has_schema = answer_format.get("type", "text") != "text"
+    is_strict = any(tool.strict for tool in chat.callable_tools)
+    if chat.choice.mode == "required" or has_schema or is_strict:
         fields = {name: body[name] for name in _ANSWER_FIELDS if name in body}
         grammar = _compile_answer(model, json.dumps(fields, sort_keys=True))
     grammar_warnings = grammar.warnings if grammar else ()
@@ -117,7 +119,8 @@ def _compile_answer(model: "Model", fields_json: str) -> "AnswerGrammar":
         from kvkeep.server.openai.chat_request import ResponseFormat
     except ImportError as error:
         raise InvalidArgument(
-            f"response_format and a required call need {error.name}: pip install 'kvkeep[server]'"
+            f"response_format, strict tools and a required call need {error.name}: "
+            "pip install 'kvkeep[server]'"
         ) from None
     fields = json.loads(fields_json)
     try:
