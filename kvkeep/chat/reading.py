@@ -39,7 +39,8 @@ class CallObserver(Protocol):
     def name_begins(self, kind: str, text: str) -> None:
         """Note that what comes next must be a tool's name, or there is no call.
 
-        kind: what follows the name; see `NAME_KINDS`. text: the unread text from the name on.
+        kind: the syntax of what follows the name, such as "json". text: the unread text from the
+        name on.
         """
 
     def arguments_begin(self, tool: Tool, text: str) -> None:

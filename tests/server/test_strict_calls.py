@@ -228,7 +228,7 @@ BAD_CALL = '<tool_call>\n{"name": "weather", "arguments": {"x": 1}}\n</tool_call
 def test_a_mention_of_a_reasoning_marker_is_text(tmp_path: Path) -> None:
     model = family_model(tmp_path, [], text_markers=["<tool_call>", "</tool_call>"])
     look_up = '<tool_call>\n{"name": "look_up", "arguments": {"x": "<think>"}}\n</tool_call>\n'
-    for text in ("I use <think> tags.\n", look_up, "<think>\nHm.\n</think>\n"):
+    for text in ("I use <think> tags.\n", look_up, "<think>\nHm.\n</think>\n", "<think>\nHm.\n"):
         assert not may_be_written(model, constraint_of(model), text + BAD_CALL), text
     assert may_be_written(model, constraint_of(model), f"<think>\nMaybe {BAD_CALL}")
 
