@@ -80,8 +80,7 @@ def read_function_tag(
     The arguments may be JSON instead. end: the marker behind the function. in_block: whether a
     marker of a block of calls was before it. A name that something else follows begins no call.
     """
-    if in_block:
-        reading.name_begins(tags.kind)
+    reading.name_begins(tags.kind if in_block else "bare function")
     name = yield from begin_function_tag(reading, tags, end if in_block else None)
     tool = reading.require_tool(name)
     if (yield from reading.skip_space()) == "{":

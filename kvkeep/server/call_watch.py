@@ -13,7 +13,8 @@ from kvkeep.server.grammar import Grammar
 from kvkeep.server.strict_grammar import StrictGrammar
 
 _MAX_NAME = 300  # characters, with modules before it
-_PADDED_KINDS = ("function", "seed", "invoke", "glm")  # of names that may have space before them
+# Of names that may have space before them.
+_PADDED_KINDS = ("function", "bare function", "seed", "invoke", "glm")
 _NO_GRAMMARS: Mapping[str, Grammar] = {}
 
 

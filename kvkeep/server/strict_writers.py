@@ -49,6 +49,13 @@ def _function(rules: LarkRules, tool: Tool, tags: FunctionTags) -> str:
     return f"{_LINE_SPACE} ({function} | {_other_than(tags.close, _LINE_SPACES)})"
 
 
+def _bare_function(rules: LarkRules, tool: Tool, is_json: bool) -> str:
+    """Return what follows `<function=NAME` outside of a block, where text may follow it, too."""
+    arguments = _arguments(rules, tool) if is_json else tagged_function(rules, tool, FUNCTION_TAGS)
+    behind = f"{_SPACE} ({arguments} | {_other_than('{', _SPACES + '<')})"
+    return f'{_LINE_SPACE} (">" {behind} | {_other_than(">", _LINE_SPACES)})'
+
+
 def _glm(rules: LarkRules, tool: Tool) -> str:
     """Return what follows `<tool_call>NAME`."""
     return f"{_SPACE} ({glm_arguments(rules, tool)} | {_other_than('<', _SPACES)})"
@@ -104,12 +111,16 @@ ARGUMENTS = "arguments"  # alone, of a message
 _JSON_ONLY: Mapping[str, WriteCall] = {"json": _json}
 # By the name of a format: what follows a tool's name, by `kind` of `AnswerReading.name_begins`.
 WRITERS: Mapping[str, Mapping[str, WriteCall]] = {
-    **dict.fromkeys(("hermes", "ernie", "granite", "phi4-mini", "nemotron2"), _JSON_ONLY),
-    **dict.fromkeys(("apriel", "llama3"), _JSON_ONLY),
+    **dict.fromkeys(("hermes", "ernie", "granite", "phi4-mini"), _JSON_ONLY),
+    **dict.fromkeys(("nemotron2", "apriel"), _JSON_ONLY),
+    "llama3": {"json": _json, "bare function": partial(_bare_function, is_json=True)},
     "command-r7b": {"json": partial(_json, write_json=indented_json)},
     "apertus": {"keyed": _keyed},
     "mistral": {"json": _json, "mistral": _mistral},
-    "qwen3-coder": {"function": partial(_function, tags=FUNCTION_TAGS)},
+    "qwen3-coder": {
+        "function": partial(_function, tags=FUNCTION_TAGS),
+        "bare function": partial(_bare_function, is_json=False),
+    },
     "seed-oss": {"seed": partial(_function, tags=SEED_TAGS)},
     "minimax": {"invoke": partial(_function, tags=INVOKE_TAGS)},
     "glm": {"glm": _glm},
