@@ -80,7 +80,7 @@ class CallWatch:
         for length in range(first, min(len(self._name), _MAX_NAME) + 1):
             written = self._name[:length]
             tool = tool_name(written.lstrip() if self._may_be_padded else written, self._names)
-            if tool in self._name_grammars:
+            if tool is not None and tool in self._name_grammars:
                 self._begin(self._name_grammars[tool], self._name[length:])
         if len(self._name) > _MAX_NAME:
             self._name_grammars = _NO_GRAMMARS
