@@ -1,6 +1,7 @@
 """Finding in the tokens of an answer where it is certain that a strict tool is called."""
 
 import codecs
+import re
 from collections.abc import Mapping
 
 from kvkeep.chat.messages import Tool
@@ -16,6 +17,8 @@ _MAX_NAME = 300  # characters, with modules before it
 # Of names that may have space before them.
 _PADDED_KINDS = ("function", "bare function", "seed", "invoke", "glm")
 _NO_GRAMMARS: Mapping[str, Grammar] = {}
+# Behind a name in text: there is a call where arguments begin, and else the text may end.
+_BARE_KIND, _BARE_ARGUMENTS = "bare function", re.compile(r"[ \t\r]*>\s*[{<]")
 
 
 class CallWatch:
@@ -36,7 +39,8 @@ class CallWatch:
         self._names = [tool.name for tool in grammar.tools]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._name, self._name_grammars = "", _NO_GRAMMARS  # of a call that may have begun
-        self._may_be_padded = False
+        self._may_be_padded = self._is_bare = False
+        self._bare_names = list[tuple[int, Grammar]]()  # by their end, for `_BARE_KIND`
         self._begun: Grammar | None = None
         self._reader = OutputReader(
             *(output_format, grammar.tools),
@@ -65,7 +69,8 @@ class CallWatch:
     def name_begins(self, kind: str, text: str) -> None:
         """See `CallObserver`."""
         self._name_grammars, self._name = self._grammar.behind_names.get(kind, _NO_GRAMMARS), ""
-        self._may_be_padded = kind in _PADDED_KINDS
+        self._may_be_padded, self._is_bare = kind in _PADDED_KINDS, kind == _BARE_KIND
+        self._bare_names = []
         self._append_to_name(text)
 
     def arguments_begin(self, tool: Tool, text: str) -> None:
@@ -80,8 +85,15 @@ class CallWatch:
         for length in range(first, min(len(self._name), _MAX_NAME) + 1):
             written = self._name[:length]
             tool = tool_name(written.lstrip() if self._may_be_padded else written, self._names)
-            if tool is not None and tool in self._name_grammars:
+            if tool is None or tool not in self._name_grammars:
+                continue
+            if self._is_bare:
+                self._bare_names.append((length, self._name_grammars[tool]))
+            else:
                 self._begin(self._name_grammars[tool], self._name[length:])
+        for length, grammar in self._bare_names:
+            if _BARE_ARGUMENTS.match(self._name, length):
+                self._begin(grammar, self._name[length:])
         if len(self._name) > _MAX_NAME:
             self._name_grammars = _NO_GRAMMARS
 

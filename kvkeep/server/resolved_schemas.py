@@ -36,7 +36,9 @@ def prepared_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         _require_short(result)
     except InvalidArgument:
         raise
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidArgument("the schema has too many levels") from error
+    except (TypeError, ValueError) as error:
         raise InvalidArgument(f"the schema is not JSON: {error}") from error
     return result
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from kvkeep.chat.messages import Tool
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.server.argument_grammar import can_be_written, python_syntax
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
 from kvkeep.server.lark_rules import LarkRules
 from kvkeep.server.strict_writers import ARGUMENTS, WRITERS, WriteCall
@@ -83,6 +84,8 @@ def _compiled(model: Model, tools: Sequence[Tool]) -> StrictGrammar:
             tool = replace(tool, parameters=ANY_OBJECT)
             warnings[f"the parameters of {tool.name} are not followed: {_TOO_LONG}"] = None
         for kind, write in writers.items():
+            if kind == "python" and "json" in writers and not can_be_written(tool, python_syntax()):
+                continue  # the form has both
 
             def compiled(tools: Sequence[Tool], write: WriteCall = write) -> Grammar:
                 rules = LarkRules(ids, model.end_token_ids)

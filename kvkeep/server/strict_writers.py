@@ -22,6 +22,8 @@ from kvkeep.server.lark_rules import LarkRules, either, indented_json, json_valu
 _SPACE, _LINE_SPACE = r"/[ \t\r\n]{0,16}/", r"/[ \t\r]{0,16}/"
 _SPACES, _LINE_SPACES = r" \t\r\n", r" \t\r"  # in a class of characters
 _QUOTE = literal('"')
+# A member between the name and the arguments, such as an id.
+_MEMBER_KEY, _MEMBER_VALUE = r'/"(id|type|tool_call_id|call_id)"/', r'/"[^"\\\n]{0,64}"|[0-9]{1,9}/'
 WriteCall = Callable[[LarkRules, Tool], str]
 WriteJson = Callable[[Mapping[str, object]], str]
 
@@ -35,7 +37,9 @@ def _json(rules: LarkRules, tool: Tool, write_json: WriteJson = json_value) -> s
     """Return what follows `{"name": "NAME`."""
     key = either(map(literal, ('"arguments"', '"parameters"')))
     arguments = f'({key}) {_SPACE} ":" {_arguments(rules, tool, write_json)}'
-    return f'{_QUOTE} {_SPACE} "," {_SPACE} {arguments} | {_other_than(_QUOTED)}'
+    comma = f'{_SPACE} "," {_SPACE}'
+    member = rules.add(f'{_MEMBER_KEY} {_SPACE} ":" {_SPACE} {_MEMBER_VALUE} {comma}')
+    return f"{_QUOTE} {comma} {member}? {member}? {arguments} | {_other_than(_QUOTED)}"
 
 
 def _keyed(rules: LarkRules, tool: Tool) -> str:
@@ -46,43 +50,46 @@ def _keyed(rules: LarkRules, tool: Tool) -> str:
 def _function(rules: LarkRules, tool: Tool, tags: FunctionTags) -> str:
     """Return what follows `<function=NAME`."""
     function = f"{literal(tags.close)} {_SPACE} {tagged_function(rules, tool, tags)}"
-    return f"{_LINE_SPACE} ({function} | {_other_than(tags.close, _LINE_SPACES)})"
+    return f"{_LINE_SPACE} ({function} | {_other_than(tags.close, excluded=_LINE_SPACES)})"
 
 
 def _bare_function(rules: LarkRules, tool: Tool, is_json: bool) -> str:
-    """Return what follows `<function=NAME` outside of a block, where text may follow it, too."""
-    arguments = _arguments(rules, tool) if is_json else tagged_function(rules, tool, FUNCTION_TAGS)
-    behind = f"{_SPACE} ({arguments} | {_other_than('{', _SPACES + '<')})"
-    return f'{_LINE_SPACE} (">" {behind} | {_other_than(">", _LINE_SPACES)})'
+    """Return what follows `<function=NAME` outside of a block: arguments that have begun."""
+    arguments = _arguments(rules, tool)
+    if not is_json:
+        tags = FUNCTION_TAGS
+        other = _other_than(tags.parameter, tags.function_end, excluded="{" + _SPACES)
+        arguments += f" | {_SPACE} ({tagged_function(rules, tool, tags)} | {other})"
+    return f'{_LINE_SPACE} ">" ({arguments})'
 
 
 def _glm(rules: LarkRules, tool: Tool) -> str:
     """Return what follows `<tool_call>NAME`."""
-    return f"{_SPACE} ({glm_arguments(rules, tool)} | {_other_than('<', _SPACES)})"
+    return f"{_SPACE} ({glm_arguments(rules, tool)} | {_other_than('<', excluded=_SPACES)})"
 
 
 def _gemma(rules: LarkRules, tool: Tool, quote: str) -> str:
     """Return what follows `call:NAME`."""
     arguments = gemma_arguments(rules, tool, quote)
-    return f'{_SPACE} ("{{" {arguments} "}}" | {_other_than("{", _SPACES)})'
+    return f'{_SPACE} ("{{" {arguments} "}}" | {_other_than("{", excluded=_SPACES)})'
 
 
 def _python(rules: LarkRules, tool: Tool) -> str:
     """Return what follows the name in `NAME(key=value)`, or in `NAME.call(key=value)`."""
     call = f'".call"? "(" {python_arguments(rules, tool)} ")"'
-    return f"{call} | {_other_than('(', '.')} | /[.]/ {_other_than('call(')}"
+    return f"{call} | {_other_than('(', excluded='.')} | /[.]/ {_other_than('call(')}"
 
 
 def _deepseek(rules: LarkRules, tool: Tool) -> str:
     """Return what follows `NAME` before a separator."""
     call = f"{rules.marker('<｜tool▁sep｜>')} {_arguments(rules, tool)}"
-    return f"{_SPACE} ({call} | {_other_than('<', _SPACES)})"
+    return f"{_SPACE} ({call} | {_other_than('<', excluded=_SPACES)})"
 
 
 def _fenced(rules: LarkRules, tool: Tool) -> str:
     """Return what follows `NAME` before fenced JSON, behind a separator."""
     call = f"{literal(_FENCE)} {_arguments(rules, tool)}"
-    return f"{_SPACE} ({call} | {_other_than(_FENCE, _SPACES)})"
+    return f"{_SPACE} ({call} | {_other_than(_FENCE, excluded=_SPACES)})"
 
 
 def _mistral(rules: LarkRules, tool: Tool) -> str:
@@ -90,23 +97,28 @@ def _mistral(rules: LarkRules, tool: Tool) -> str:
     call_id, separator = map(rules.marker, ("[CALL_ID]", "[ARGS]"))
     arguments = rules.add(_arguments(rules, tool))
     call = f"(({call_id} /[a-zA-Z0-9]{{9}}/)? {separator})? {arguments}"
-    return f"{call} | {_SPACE} {_other_than('{', _SPACES + _MISTRAL_FIRSTS)}"
+    begun = ("{", _QUOTED, "[CALL_ID]", "[ARGS]")  # arguments may also be in quotes, or null
+    longer_name = _other_than(*begun, excluded=_SPACES)
+    other = f"/[{_SPACES}]{{1,16}}/ {_other_than(*begun, 'null', excluded=_SPACES)}"
+    return f"{call} | {longer_name} | {other}"
 
 
-def _other_than(text: str, excluded: str = "") -> str:
-    """Return any text that neither begins with a text nor is the beginning of it.
+def _other_than(*texts: str, excluded: str = "") -> str:
+    """Return any text that neither begins with one of some texts nor is the beginning of one.
 
     excluded: further characters that are not the first one, in a class of characters.
     """
-    others = [f"[^{re.escape(text[0])}{excluded}]"]
-    for length in range(1, len(text)):
-        others.append(f"{re.escape(text[:length])}[^{re.escape(text[length])}]")
+    others = []
+    for beginning in sorted({text[:length] for text in texts for length in range(len(text))}):
+        following = {text[len(beginning)] for text in texts if text.startswith(beginning)}
+        first_ones = excluded if beginning == "" else ""
+        characters = "".join(map(re.escape, sorted(following)))
+        others.append(f"{re.escape(beginning)}[^{characters}{first_ones}]")
     pattern = "|".join(others).replace("/", r"\/")
     return f"/({pattern})(?s:.*)/"
 
 
 _QUOTED, _FENCE = '"', "```json"
-_MISTRAL_FIRSTS = r"\[\"n"  # of a separator, and of arguments in quotes or null
 ARGUMENTS = "arguments"  # alone, of a message
 _JSON_ONLY: Mapping[str, WriteCall] = {"json": _json}
 # By the name of a format: what follows a tool's name, by `kind` of `AnswerReading.name_begins`.

@@ -89,6 +89,7 @@ def test_a_token_without_a_row_in_the_embedding_is_left_out(tmp_path: Path) -> N
     [
         ({"256": entry("<tool>")}, 257),  # is <eos>
         ({"97": entry("<tool>")}, 257),  # is a byte
+        ({"257": entry(""), "258": entry("<tool>")}, 257),  # is no token, and leaves a gap
         ({"257": entry("<eos>")}, 257),  # has the id 256
         ({"259": entry("<tool>")}, 257),  # leaves a gap
         ({"257": entry("<tool>"), "258": entry("<tool>")}, 258),
@@ -99,7 +100,7 @@ def test_tokens_that_contradict_tokenizer_json_are_left_out_with_a_warning(
 ) -> None:
     folder = write_folder(tmp_path, decoder)
     with pytest.warns(
-        RuntimeWarning, match=r"tokenizer_config\.json states tokens.*'<(tool|eos)>'"
+        RuntimeWarning, match=r"tokenizer_config\.json states tokens.*'(<tool>|<eos>|)'"
     ):
         codec = TextCodec.open(folder)
     assert codec.vocab_size == count
@@ -111,6 +112,11 @@ def test_tokens_that_contradict_tokenizer_json_are_left_out_with_a_warning(
 def test_malformed_entries_are_refused(tmp_path: Path, decoder: Any) -> None:
     with pytest.raises(BadModelFile, match=r"tokenizer_config\.json: added_tokens_decoder"):
         TextCodec.open(write_folder(tmp_path, decoder))
+
+
+def test_null_states_no_tokens(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": None}
+    assert TextCodec.open(write_folder(tmp_path, **config)).vocab_size == 257
 
 
 @pytest.mark.parametrize("token_id", ["257", -1, None, 1.5, True])

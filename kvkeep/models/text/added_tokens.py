@@ -24,7 +24,7 @@ def add_stated_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     Raises BadModelFile for a malformed file.
     """
     config, path = _read_or_empty(folder / _CONFIG_FILE), folder / _CONFIG_FILE
-    if "added_tokens_decoder" in config:
+    if config.get("added_tokens_decoder") is not None:
         stated = _tokens_by_id(config, path)
     else:
         path = folder / _LEGACY_FILE
@@ -37,7 +37,7 @@ def add_stated_tokens(tokenizer: Tokenizer, folder: Path) -> None:
         if known_id == token_id:
             continue
         is_next = token_id == next_id + len(new) and tokenizer.id_to_token(token_id) is None
-        if known_id is not None or token.content in new:
+        if known_id is not None or token.content in new or not token.content:
             wrong.append(f"{token.content!r} ({token_id})")
         elif token_id >= _embedding_rows(folder):
             break
