@@ -17,7 +17,15 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 from third_tier import BEFORE_RELEASES, IN_CI
-from tiers import EXTENDED, FIRST, beyond_samples, has_tests_of, is_extended, is_slow
+from tiers import (
+    BEFORE_OTHERS,
+    EXTENDED,
+    FIRST,
+    beyond_samples,
+    has_tests_of,
+    is_extended,
+    is_slow,
+)
 
 from kvkeep.loader import load_model
 from kvkeep.model import Model
@@ -66,7 +74,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the second and third tier (`tests/tiers.py`)."""
+    """Mark the second and third tier, and order the tests (`tests/tiers.py`)."""
     folder = Path(__file__).parent
     listed = (*EXTENDED, *FIRST, *BEFORE_RELEASES, *IN_CI)
     files = [name.partition("::")[0] for name in listed]
@@ -80,6 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.extended)
         if is_slow(test) or test in beyond:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not tests[item].startswith(BEFORE_OTHERS))
 
 
 @pytest.fixture(autouse=True)

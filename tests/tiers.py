@@ -302,6 +302,10 @@ FIRST = (
     "test_state_layers.py::test_forks_and_snapshots_continue_to_the_bit*-full-*",
 )
 
+# Files that start a cluster for all of their tests. pytest-xdist gives the first tests to one
+# worker, and lets idle workers take the last ones: they would start clusters of their own.
+BEFORE_OTHERS = ("fleet/test_ray.py",)
+
 # Files whose cases are files of the repository, its commands, or formats: CI runs all of them.
 UNSAMPLED = (
     "cli/test_help.py",
