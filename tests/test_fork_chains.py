@@ -1,6 +1,7 @@
 """Chains of forks: each continues the one before it, as a server's stored responses do."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,15 @@ def test_a_step_that_fails_leaves_the_segments_of_a_fork_as_they_were(
     assert list(differences(whole_state(fork), before)) == []
     fork.feed([7])
     assert len(fork.cache.segments) < MAX_BORDERS
+
+
+def test_cells_of_all_heads_are_not_merged_with_those_of_single_heads() -> None:
+    """As in a file that names another budget than that of its archive."""
+    session = MODEL.session(40, 4, "archive", method="knorm", budget="heads", window=12)
+    session.feed(TEXT[:80])
+    snapshot = session.snapshot()
+    policy = {**snapshot.policy, "budget": "uniform"}
+    restored = MODEL.restore(replace(snapshot, policy=policy))
+    restored.feed(TEXT[80:90])
+    archived = [segment for segment in restored.cache.segments if segment.compressed]
+    assert len(archived) == 2

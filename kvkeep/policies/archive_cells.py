@@ -52,8 +52,10 @@ def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, lim
         archived.append(Segment.from_cells(layout, new_cells, PositionMap(), is_anchor=True))
         return
     if newest is not None and newest.frozen and newest.length + len(cells) <= SEGMENT_CELLS:
-        archived.pop()  # of a fork, each of which would begin another segment
-        cells = Cells.concatenate([newest.read(0, newest.length), cells.to_layout(layout)])
+        earlier = newest.read(0, newest.length)
+        if not isinstance(earlier, RaggedCells):
+            archived.pop()  # of a fork, each of which would begin another segment
+            cells = Cells.concatenate([earlier, cells.to_layout(layout)])
     if newest is None or newest.frozen or newest.length + len(cells) > newest.limit:
         segment_limit = max(len(cells), min(SEGMENT_CELLS, limit))
         newest = Segment(layout, segment_limit, is_anchor=True, compressed=True)
