@@ -150,7 +150,7 @@ def test_a_step_that_fails_leaves_the_segments_of_a_fork_as_they_were(
 
 
 def test_cells_of_all_heads_are_not_merged_with_those_of_single_heads() -> None:
-    """As in a file that names another budget than that of its archive."""
+    """Restore a file that names another budget than that of its archive, and go on."""
     session = MODEL.session(40, 4, "archive", method="knorm", budget="heads", window=12)
     session.feed(TEXT[:80])
     snapshot = session.snapshot()

@@ -91,7 +91,7 @@ def read_function_tag(
         reading.scanner.mark()
         return
     yield reading.start_call(name)
-    opening, is_whole = "{", False
+    opening, is_whole, types = "{", False, ArgumentTypes(tool)
     while (yield from reading.skip_space()):
         marker = yield from reading.take(tags.parameter, tags.function_end)
         if marker != tags.parameter:
@@ -103,8 +103,7 @@ def read_function_tag(
         yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
         followers = (tags.parameter, tags.function_end, end)
-        types = value_types(tool, key)
-        yield from _read_value(reading, types, tags.parameter_end, followers, tags.newline)
+        yield from _read_value(reading, types.of(key), tags.parameter_end, followers, tags.newline)
     yield from _end_object(reading, opening, is_whole)
 
 
@@ -142,7 +141,7 @@ def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
     if not (at_end or (yield from reading.comes_next(_KEY, end))):
         raise NotACall
     yield reading.start_call(name)
-    opening = "{"
+    opening, types = "{", ArgumentTypes(tool)
     while (yield from reading.skip_space()) and (yield from reading.take(_KEY)):
         key = (yield from reading.take_match(LABEL)).strip(SPACE)
         yield from reading.take(_KEY_END)
@@ -150,7 +149,7 @@ def read_glm_call(reading: AnswerReading, end: str) -> Steps[None]:
         yield from reading.take(_VALUE)
         yield reading.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         opening = ", "
-        yield from _read_value(reading, value_types(tool, key), _VALUE_END, (_KEY, end))
+        yield from _read_value(reading, types.of(key), _VALUE_END, (_KEY, end))
     yield from _end_object(reading, opening, is_whole=bool(reading.scanner.rest))
 
 
@@ -262,13 +261,16 @@ def _python_literal(text: str) -> str | None:
     return None if scanner.rest.strip(SPACE) else "".join(parts)
 
 
-def value_types(tool: Tool, key: str) -> frozenset[str]:
-    """Return the JSON types that an argument may have by the tool's schema; empty if unknown.
+class ArgumentTypes:
+    """The JSON types of the arguments of a call, by the tool's schema. Integers are numbers."""
 
-    Integers are numbers.
-    """
-    references = References(tool.parameters)
-    return types_of(references, references.arguments()[0].get(key))
+    def __init__(self, tool: Tool):
+        self._references = References(tool.parameters)
+        self._schemas, _ = self._references.arguments()
+
+    def of(self, key: str) -> frozenset[str]:
+        """Return the types that an argument may have; empty if unknown."""
+        return types_of(self._references, self._schemas.get(key))
 
 
 def types_of(references: References, schema: Any) -> frozenset[str]:

@@ -39,7 +39,7 @@ class CallWatch:
         self._names = [tool.name for tool in grammar.tools]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._name, self._name_grammars = "", _NO_GRAMMARS  # of a call that may have begun
-        self._may_be_padded = self._is_bare = False
+        self._kind = ""  # of `name_begins`
         self._bare_names = list[tuple[int, Grammar]]()  # by their end, for `_BARE_KIND`
         self._begun: Grammar | None = None
         self._reader = OutputReader(
@@ -69,8 +69,7 @@ class CallWatch:
     def name_begins(self, kind: str, text: str) -> None:
         """See `CallObserver`."""
         self._name_grammars, self._name = self._grammar.behind_names.get(kind, _NO_GRAMMARS), ""
-        self._may_be_padded, self._is_bare = kind in _PADDED_KINDS, kind == _BARE_KIND
-        self._bare_names = []
+        self._kind, self._bare_names = kind, []
         self._append_to_name(text)
 
     def arguments_begin(self, tool: Tool, text: str) -> None:
@@ -84,10 +83,12 @@ class CallWatch:
         self._name += text
         for length in range(first, min(len(self._name), _MAX_NAME) + 1):
             written = self._name[:length]
-            tool = tool_name(written.lstrip() if self._may_be_padded else written, self._names)
+            tool = tool_name(
+                written.lstrip() if self._kind in _PADDED_KINDS else written, self._names
+            )
             if tool is None or tool not in self._name_grammars:
                 continue
-            if self._is_bare:
+            if self._kind == _BARE_KIND:
                 self._bare_names.append((length, self._name_grammars[tool]))
             else:
                 self._begin(self._name_grammars[tool], self._name[length:])

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says about sampling, and how a request's own join it."""
+"""Sampling by a model's generation_config.json, and with the parameters of a request."""
 
 from collections.abc import Mapping
 from dataclasses import replace

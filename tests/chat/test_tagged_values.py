@@ -8,7 +8,7 @@ import pytest
 from kvkeep.chat.formats.registry import format_by_name
 from kvkeep.chat.messages import Tool
 from kvkeep.chat.output_reader import OutputReader
-from kvkeep.chat.tagged_calls import value_types
+from kvkeep.chat.tagged_calls import ArgumentTypes
 from tests.chat.test_output_reader import described, read
 
 
@@ -67,7 +67,7 @@ def test_the_types_of_a_member_of_all_of_are_those_of_the_value(
 ) -> None:
     definitions = {"Count": {"type": "integer"}, "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}]}}
     tool = Tool("run", parameters={"properties": {"a": schema}, "$defs": definitions})
-    assert value_types(tool, "a") == types
+    assert ArgumentTypes(tool).of("a") == types
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10**9])

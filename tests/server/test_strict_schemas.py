@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvkeep.chat.messages import Tool
-from kvkeep.chat.tagged_calls import FUNCTION_TAGS, value_types
+from kvkeep.chat.tagged_calls import FUNCTION_TAGS, ArgumentTypes
 from kvkeep.model import Model
 from kvkeep.server import argument_grammar as arguments
 from kvkeep.server.call_grammar import AllowedCalls
@@ -73,7 +73,7 @@ def test_references_are_resolved(kind: str) -> None:
     (target,) = schema.get("$defs", {"": value}).values()
     assert target == BOOLEAN
     assert value in (BOOLEAN, {"$ref": "#/$defs/d0"})
-    assert value_types(REFERRING[kind], "v") == {"boolean"}
+    assert ArgumentTypes(REFERRING[kind]).of("v") == {"boolean"}
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
@@ -140,7 +140,7 @@ def test_long_chains_of_references_are_followed(link: str) -> None:
     definitions = {str(n): LINKS[link](f"#/$defs/{n + 1}") for n in range(450)}
     tool = switch({"$ref": "#/$defs/0"}, **{"$defs": {**definitions, "450": BOOLEAN}})
     types = {"boolean"} | ({"null"} if link == "or null" else set())
-    assert value_types(tool, "v") == types
+    assert ArgumentTypes(tool).of("v") == types
     rules = LarkRules({}, ())
     prepared = Tool("switch", parameters=prepared_schema(tool.parameters))
     text = rules.text(arguments.tagged_arguments(rules, prepared, literal, "</x>"))
