@@ -27,7 +27,8 @@ from test_small_steps import EXACT, KINDS, PROMPT, SETTINGS, model_of, require_s
 
 from kvkeep import Sampling
 from kvkeep.session.checkpoints import num_rewindable
-from kvkeep.session.drafts import Draft, DraftPlanner, NgramIndex, Offer
+from kvkeep.session.draft_source import DraftSource
+from kvkeep.session.drafts import Draft, DraftPlanner, Offer
 from kvkeep.session.session import Session
 from kvkeep.session.speculation import Speculation, end_check, sample_runs
 
@@ -90,8 +91,8 @@ class Drafts:
     random: Random
     known: Collection[Sequence[int]] = ()
 
-    def draft(self, index: NgramIndex, next_token: int, count: int) -> Draft | None:
-        text = [*index.tokens, next_token]
+    def draft(self, source: DraftSource, next_token: int, count: int) -> Draft | None:
+        text = [*source.tokens, next_token]
         continued = next((t for t in self.known if list(t[: len(text)]) == text), ())
         right = [*continued[len(text) :], *range(1, count + 1)][:count]
         size = self.random.randint(1, count)
@@ -101,7 +102,9 @@ class Drafts:
     @contextmanager
     def used(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(NgramIndex, "draft", lambda index, token, n: self.draft(index, token, n))
+            patch.setattr(
+                DraftSource, "draft", lambda source, token, n: self.draft(source, token, n)
+            )
             patch.setattr(DraftPlanner, "choose", whole_drafts)
             yield
 

@@ -23,16 +23,10 @@ from kvkeep import Sampling
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.model import Model
-from kvkeep.session.drafts import (
-    INDEXED_TOKENS,
-    Acceptance,
-    Draft,
-    DraftPlanner,
-    NgramIndex,
-    Offer,
-    RowCost,
-)
+from kvkeep.session.draft_source import DraftSource
+from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, Offer, RowCost
 from kvkeep.session.history import History
+from kvkeep.session.ngram_index import INDEXED_TOKENS
 from kvkeep.session.session import Session
 from kvkeep.session.speculation import Speculation
 from kvkeep.storage.snapshots.snapshot import Snapshot
@@ -79,7 +73,7 @@ def test_a_rejected_draft_leaves_no_far_segment_without_cells(tmp_path: Path) ->
     for session in sessions:
         session.feed(PROMPT[:26])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NgramIndex, "draft", lambda self, token, count: Draft([1] * count, 3))
+        patch.setattr(DraftSource, "draft", lambda self, token, count: Draft([1] * count, 3))
         patch.setattr(DraftPlanner, "choose", whole_drafts)
         next(sessions[0].stream(40, ignore_eos=True, speculate=True))  # and leave it
     count = len(sessions[0].tokens) - 26
@@ -117,10 +111,10 @@ def test_a_constraint_that_fails_leaves_the_tokens_before(name: str) -> None:
     texts, end = ["", ""], len(sessions[0].tokens)
     with pytest.MonkeyPatch.context() as patch:
 
-        def right_draft(index: NgramIndex, next_token: int, count: int) -> Draft:
-            return Draft(right[len(index.tokens) - end + 1 :][:count], 3)
+        def right_draft(source: DraftSource, next_token: int, count: int) -> Draft:
+            return Draft(right[len(source.tokens) - end + 1 :][:count], 3)
 
-        patch.setattr(NgramIndex, "draft", right_draft)
+        patch.setattr(DraftSource, "draft", right_draft)
         patch.setattr(DraftPlanner, "choose", whole_drafts)
         for index, speculate in enumerate((True, False)):
             sampling = Sampling(constraint=Failing(5))
@@ -149,17 +143,6 @@ def test_the_default_model_repeats_a_text_in_fewer_forwards(smollm2: Model) -> N
     assert sessions[1].speculated == (0, 0)
 
 
-def test_a_draft_is_what_followed_the_newest_tokens_last() -> None:
-    index = NgramIndex([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 2, 3])
-    assert index.draft(4, 10) == Draft([6, 7, 2, 3], 3)
-    assert index.draft(4, 2) == Draft([6, 7], 3)
-    assert index.draft(5, 10) is None
-    index.extend([4, 5])
-    assert index.draft(9, 10) == Draft([2, 3, 4, 6, 7, 2, 3, 4, 5], 5)
-    assert NgramIndex([3, 4, 5] * 4).draft(3, 2) == Draft([4, 5], 10)
-    assert NgramIndex([1]).draft(2, 3) is None
-
-
 def test_of_a_long_text_the_newest_tokens_are_indexed() -> None:
     session = model_of("dense").session(64)
     session.feed(PROMPT[:20])
@@ -168,32 +151,6 @@ def test_of_a_long_text_the_newest_tokens_are_indexed() -> None:
         memory.tokens = History("i", [1, 2, 3, 4, *filling, 5, 6, 7, 8, *end])
         speculation = Speculation(session.core, Sampling(), lambda token: False)
         assert speculation.draft(end[-1] + 1, 4) == following
-
-
-def test_an_index_that_grows_keeps_the_newest_tokens() -> None:
-    index = NgramIndex([1, 2, 3, 4])
-    index.extend([9] * 2 * INDEXED_TOKENS)
-    assert len(index.tokens) == INDEXED_TOKENS
-    index.extend([5, 6, 7, 8, 1, 2])
-    assert index.draft(3, 4) is None
-    index.extend([5, 6])
-    assert index.draft(7, 2) == Draft([8, 1], 3)
-
-
-def test_drafts_of_long_texts_follow_the_last_place_of_a_run() -> None:
-    random, found = Random(1), 0
-    tokens = [random.randrange(12) for _ in range(5000)]
-    whole, grown = NgramIndex(tokens), NgramIndex()
-    for first in range(0, len(tokens), 7):
-        grown.extend(tokens[first : first + 7])
-    for token in range(12):
-        run = [*tokens[-2:], token]
-        last = max((e for e in range(3, 5001) if tokens[e - 3 : e] == run), default=0)
-        for draft in (whole.draft(token, 9), grown.draft(token, 9)):
-            if draft is not None:  # another run may have its place in the table
-                found += 1
-                assert draft.tokens == tokens[last : last + 9]
-    assert found > 12
 
 
 def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:

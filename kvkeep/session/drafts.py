@@ -1,27 +1,22 @@
-"""Drafts of the next tokens from a session's own text, and how many of them are worth trying.
+"""Drafts of the next tokens, and how many of them are worth trying.
 
-Where the newest tokens have come before, those that followed then are a draft (prompt lookup). How
-long it may be depends on how often such drafts were right, on what a row of a forward costs, and on
-the other sessions of the forward, which wait for these rows.
+How long a draft may be depends on how often such drafts were right, on what a row of a forward
+costs, and on the other sessions of the forward, which wait for these rows.
 """
 
-from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from kvkeep.session.ngram_index import MATCH_TOKENS
 
-MATCH_TOKENS = 3  # the shortest run of tokens that is looked up
-INDEXED_TOKENS = 2**16  # of a longer text: indexing millions takes seconds
-_MAX_MATCH = 24  # longer runs are not told apart
 _WEIGHT = 0.15  # of a new measurement, in averages
 _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is measured
 _PRIOR_WEIGHT = 0.5  # of that cost, as a variance of the numbers of rows that were measured
 _COST_WEIGHT = 0.05  # of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
+_MATCH_STEPS = (MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
 _FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.01, 16.0  # see `Acceptance`
-_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # of the tokens of a run, in its hash
-_HASH_BITS, _MIN_TABLE_BITS = 32, 10
 
 
 @dataclass(frozen=True)
@@ -45,90 +40,21 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next, after a run of `matched` tokens that had come before."""
+    """Tokens that may come next, after a run of `matched` tokens that had come before.
+
+    matched: 0 after a token that differs from the repeated text; see `DraftSource`.
+    """
 
     tokens: Sequence[int]
     matched: int
 
 
-class NgramIndex:
-    """Index of the last place of each run of `MATCH_TOKENS` tokens in a text that grows.
-
-    A hash table of 32-bit numbers: of two runs with one hash it keeps the newer.
-
-    tokens: the newest of the text, `INDEXED_TOKENS` to twice as many.
-    """
-
-    def __init__(self, tokens: Sequence[int] = ()):
-        self.tokens = array("i")
-        self._table_bits = _MIN_TABLE_BITS
-        self._ends = array("i", bytes(4 << _MIN_TABLE_BITS))  # of runs, by hash; 0 for none
-        self.extend(tokens)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
-        first = len(self.tokens)
-        self.tokens.extend(tokens)
-        if len(self.tokens) > 2 * INDEXED_TOKENS:
-            self.tokens = self.tokens[-INDEXED_TOKENS:]
-            self._rebuild()
-            return
-        if 2 * len(self.tokens) > len(self._ends):
-            self._rebuild()
-            return
-        text = self.tokens
-        # The newest run has no token after it yet.
-        for end in range(max(first, MATCH_TOKENS), len(text)):
-            self._ends[self._slot(text[end - 3], text[end - 2], text[end - 1])] = end
-
-    def draft(self, next_token: int, max_tokens: int) -> Draft | None:
-        """Return what followed the longest known end of the text, `next_token` included.
-
-        next_token: is not in the text yet. Returns None if its end has not come before.
-        """
-        text, count = self.tokens, len(self.tokens)
-        if count < MATCH_TOKENS - 1:
-            return None
-        run = (text[count - 2], text[count - 1], next_token)
-        end = self._ends[self._slot(*run)]
-        if not end or (text[end - 3], text[end - 2], text[end - 1]) != run:
-            return None
-        matched, back = MATCH_TOKENS, count + 1
-        while (
-            matched < min(_MAX_MATCH, end) and text[end - matched - 1] == text[back - matched - 1]
-        ):
-            matched += 1
-        return Draft(text[end : end + max_tokens].tolist(), matched)
-
-    def _slot(self, first: int, second: int, third: int) -> int:
-        """Return the place of a run in the table."""
-        one, two, three = _FACTORS
-        mixed = (first * one) ^ (second * two) ^ (third * three)
-        return (mixed & 0xFFFFFFFF) >> (_HASH_BITS - self._table_bits)
-
-    def _rebuild(self) -> None:
-        """Make the table four times as large as the text, or more."""
-        count = len(self.tokens)
-        self._table_bits = (4 * count).bit_length()
-        self._ends = array("i", bytes(4 << self._table_bits))
-        if count <= MATCH_TOKENS:
-            return
-        text = np.array(self.tokens, dtype=np.uint64)
-        runs = zip((text[:-3], text[1:-2], text[2:-1]), _FACTORS, strict=True)
-        first, second, third = (tokens * np.uint64(factor) for tokens, factor in runs)
-        mixed = (first ^ second ^ third) & np.uint64(0xFFFFFFFF)
-        slots = (mixed >> np.uint64(_HASH_BITS - self._table_bits)).astype(np.int64)
-        ends = np.frombuffer(self._ends, dtype=np.int32)
-        # Of equal slots the last, which is the newest, stays.
-        ends[slots] = np.arange(MATCH_TOKENS, count, dtype=np.int32)
-
-
 class Acceptance:
     """Estimates how often the next token of a draft is right, from the drafts that were tried.
 
-    Each length of a match, doubled, has an acceptance of its own: 3 to 5 matched tokens, 6 to 11,
-    and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or 1 for
-    all. Without a gain now, a draft is tried again after a pause that doubles each time.
+    Each length of a match, doubled, has an acceptance of its own: below 3 matched tokens, 3 to 5,
+    6 to 11, and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or
+    1 for all. Without a gain now, a draft is tried again after a pause that doubles each time.
 
     Wrong drafts cannot make a text slower than by a hundredth, and one forward: rows are paid from
     a credit, to which accepted tokens and a small part of each token are added. With a row that
@@ -141,8 +67,8 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.pace, self.credit = 1.0, _FIRST_CREDIT
-        self._rates = [0.6, 0.75, 0.85]
-        self._pauses, self._waits = [1, 1, 1], [0, 0, 0]
+        self._rates = [0.5, 0.6, 0.75, 0.85]
+        self._pauses, self._waits = [1, 1, 1, 1], [0, 0, 0, 0]
 
     def rate(self, draft: Draft) -> float:
         """Return the probability that a token of a draft is right if those before it are."""
@@ -291,4 +217,5 @@ def _limit(offer: Offer, cost: float) -> int:
 
 
 def _kind(draft: Draft) -> int:
-    return 0 if draft.matched < 2 * MATCH_TOKENS else 1 if draft.matched < 4 * MATCH_TOKENS else 2
+    """Return the index of the lengths of matches that a draft's is counted with."""
+    return bisect_right(_MATCH_STEPS, draft.matched)

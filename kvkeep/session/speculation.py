@@ -20,17 +20,11 @@ from kvkeep.errors import InvalidArgument, NonFiniteLogits
 from kvkeep.runtime.worker import computes_in_worker
 from kvkeep.session.answer_end import keep_answer_end, may_end_answer
 from kvkeep.session.core import SessionCore, SessionState, session_transaction
-from kvkeep.session.drafts import (
-    INDEXED_TOKENS,
-    Acceptance,
-    Draft,
-    DraftCounts,
-    DraftPlanner,
-    NgramIndex,
-    Offer,
-)
+from kvkeep.session.draft_source import DraftSource
+from kvkeep.session.drafts import Acceptance, Draft, DraftCounts, DraftPlanner, Offer
 from kvkeep.session.evaluation import append_sampled
 from kvkeep.session.memory import Memory
+from kvkeep.session.ngram_index import INDEXED_TOKENS
 from kvkeep.session.sampler import Sampler
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.stop_gate import ReasoningMarkers
@@ -76,7 +70,7 @@ class Speculation:
         # The session does not have these, so that no further token can be sampled.
         self.has_lost_step = False
         self._ends_after, self._drafts = ends_after, drafts
-        self._index: NgramIndex | None = None
+        self._source: DraftSource | None = None
         self._indexed_tokens = core.memory.tokens
 
     def draft(self, first: int, max_tokens: int) -> Draft | None:
@@ -84,10 +78,10 @@ class Speculation:
         memory = self.core.memory
         if not self._drafts or min(max_tokens, memory.decoder.executor.row_limit) < 2:
             return None
-        if self._index is None or memory.tokens is not self._indexed_tokens:
+        if self._source is None or memory.tokens is not self._indexed_tokens:
             # Also if the session was changed meanwhile.
-            self._index = NgramIndex(memory.tokens.last(INDEXED_TOKENS))
-        if (found := self._index.draft(first, _MAX_ROWS)) is None:
+            self._source = DraftSource(memory.tokens.last(INDEXED_TOKENS))
+        if (found := self._source.draft(first, _MAX_ROWS)) is None:
             return None
         limit = _row_limit(memory, max_tokens) - 1  # counts cells: only where there is a draft
         tokens = self._without_answer_end(found.tokens[: max(0, limit)])
@@ -141,8 +135,8 @@ class Speculation:
         tried: of the draft. cost: of a row, relative to a forward of one.
         """
         self.has_lost_step = False
-        if self._index is not None:
-            self._index.extend(tokens)
+        if self._source is not None:
+            self._source.extend(tokens)
             self._indexed_tokens = self.core.memory.tokens
         accepted, counts = len(tokens) - 1, self.counts
         self.acceptance.learn(draft, tried, accepted, cost)

@@ -17,7 +17,8 @@ from kvkeep.engine import Engine, Finished, GeneratedToken, Generation, Generati
 from kvkeep.errors import Cancelled
 from kvkeep.model import Model
 from kvkeep.session import speculation
-from kvkeep.session.drafts import Draft, DraftCounts, DraftPlanner, NgramIndex, SpeculationOptions
+from kvkeep.session.draft_source import DraftSource
+from kvkeep.session.drafts import Draft, DraftCounts, DraftPlanner, SpeculationOptions
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 
@@ -129,10 +130,10 @@ def test_a_cancelled_generation_leaves_the_tokens_that_it_reported(smollm2: Mode
 
 
 def draft_from(texts: Sequence[Sequence[int]]) -> Callable[..., Draft]:
-    """Return a method of `NgramIndex` whose drafts are right: the next tokens of known texts."""
+    """Return a method of `DraftSource` whose drafts are right: the next tokens of known texts."""
 
-    def draft(index: NgramIndex, token: int, count: int) -> Draft:
-        start = [*index.tokens, token]
+    def draft(source: DraftSource, token: int, count: int) -> Draft:
+        start = [*source.tokens, token]
         text = next(text for text in texts if text[: len(start)] == start)
         return Draft(text[len(start) :][: min(2, count)], 3)
 
@@ -175,7 +176,7 @@ def test_a_step_that_fails_for_several_is_followed_once(monkeypatch: pytest.Monk
             raise errors[0]
         return result
 
-    monkeypatch.setattr(NgramIndex, "draft", draft_from(texts))
+    monkeypatch.setattr(DraftSource, "draft", draft_from(texts))
     monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
     monkeypatch.setattr(speculation, "_evaluate", fail_once)
     with Engine(model_of("dense")) as engine:
@@ -229,7 +230,7 @@ def test_a_session_that_fails_after_its_tokens_were_accepted_fails_alone(
         append(self, ids, *arguments)
 
     monkeypatch.setattr(Memory, "append", failing_append)
-    monkeypatch.setattr(NgramIndex, "draft", draft_from(tokens))
+    monkeypatch.setattr(DraftSource, "draft", draft_from(tokens))
     monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
     with Engine(model) as engine:
         submitted_all = Event()
