@@ -144,7 +144,7 @@ site: install
 EMULATED := $(CURDIR)/build/emulated
 CROSS := aarch64-linux-gnu-
 NEEDED := $(CROSS)g++ qemu-aarch64
-ON_EACH_SET := compressed decoding experts products prompt_attention ragged sizes states
+ON_EACH_SET := byte_rows compressed decoding experts products prompt_attention ragged sizes states
 
 emulated: install
 	@for tool in $(NEEDED); do command -v $$tool > /dev/null || \

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.compiled.decoder import unsupported_reason
-from kvkeep.compiled.products import products_reason
+from kvkeep.compiled.products import products_reason, prompt_row_bits
 from kvkeep.errors import InvalidArgument, ModelError
 from kvkeep.executors import new_decoder, slow_path_message, warn_of_slow_path
 from kvkeep.model import DTYPES, Model, resolve_device
@@ -64,7 +64,8 @@ def load_model(
     built, would compute it faster; `Model.path` says how it is computed.
 
     Raises ModelNotFound, BadModelFile and UnsupportedModel, and InvalidArgument for an unknown
-    dtype, a device that is not there, or packed weights without compiled kernels for them.
+    dtype, a device that is not there, packed weights without compiled kernels for them, or a
+    wrong value of an environment variable that selects kernels.
     """
     name = str(validation.path("model", model))
     prefix, source = split_prefix(name)
@@ -77,6 +78,7 @@ def load_model(
         return _load_by_transformers(name, source, dtype, device, progress)
     dtype = validation.one_of("dtype", dtype, DTYPES)
     limit_torch_threads()
+    prompt_row_bits()  # a wrong value is refused before anything is fetched
     torch_device, progress = resolve_device(device), validation.flag("progress", progress)
     folder = resolve(name, progress)
     spec = read_spec(folder)

@@ -23,7 +23,7 @@ from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.layers.primitives import non_finite_error
 
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
-_INTERFACE_REVISION = 15  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 16  # `kRevision` in src/decode.h
 STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
@@ -53,7 +53,7 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CDecodeStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p, c_int32]
     if multiplies_prompts(kernels):
-        kernels.kvkeep_prompt_product.argtypes = kernels.kvkeep_product.argtypes
+        kernels.kvkeep_prompt_product.argtypes = [*kernels.kvkeep_product.argtypes, c_int32]
     kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int32, c_int32, c_void_p, c_int32]
     kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
     kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p]

@@ -110,7 +110,7 @@ class CompiledExecutor(ProductExecutor):
         self._decode_model = describe_model(spec, self.operands, sampled=True)
         self._prompt_model = describe_model(spec, self.operands, sampled=False)
         self.name = f"compiled {selected_set().name}"
-        if (products := prompt_products()).dtype is not torch.bfloat16:
+        if not (products := prompt_products()).by_torch_in_bfloat16:
             self.name += f", prompts in {products}"
         # The seconds of decode steps in each of PHASES; None if they are not measured.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None

@@ -1,9 +1,10 @@
 """Products of a prompt's hidden states, one row for each token, with packed weight matrices.
 
 Where bfloat16 products are slow, a kernel multiplies rows as integers by the weights as they are
-packed, to the bits of a sampled token's products. Elsewhere each weight is rounded to bfloat16,
-whatever the size of the step: a kernel multiplies few rows; for many, the matrix is unpacked part
-by part and torch multiplies.
+packed, to the bits of a sampled token's products; with KVKEEP_PROMPT_BITS=8 many rows are less
+exact, also on some processors where bfloat16 products are fast. Elsewhere each weight is rounded to
+bfloat16, whatever the size of the step: a kernel multiplies few rows; for many, the matrix is
+unpacked part by part and torch multiplies.
 """
 
 import ctypes
@@ -32,7 +33,8 @@ class PackedLinear:
 
     rows, columns: the shape of the matrix; it is stored in blocks of 16 rows. _matrix: points to
     `_weight`, and is marked as rounded. _bias: `[rows]` bfloat16. _dtype: of torch's products.
-    _integers: whether a packed matrix is multiplied as integers.
+    _row_bits: see `PromptProducts`. 8 is for more than `MAX_KERNEL_ROWS` rows: up to as many have
+    16, or are multiplied as without integers where `_dtype` is bfloat16.
     """
 
     _kernels: ctypes.CDLL
@@ -40,13 +42,16 @@ class PackedLinear:
     _bias: Tensor | None
     _weight: Matrix  # keeps the matrix's storage alive
     _dtype: torch.dtype
-    _integers: bool = False
+    _row_bits: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `[n, columns]` bfloat16."""
-        if self._integers and not isinstance(self._weight, Tensor):
-            return self._multiply_as_integers(x)
         has_few_rows = x.shape[0] <= MAX_KERNEL_ROWS
+        row_bits = 0 if isinstance(self._weight, Tensor) else self._row_bits
+        if has_few_rows and row_bits == 8:
+            row_bits = 0 if self._dtype is torch.bfloat16 else 16
+        if row_bits:
+            return self._multiply_as_integers(x, row_bits)
         return self._multiply_by_kernel(x) if has_few_rows else self._multiply_by_torch(x)
 
     def dense(self) -> Tensor:
@@ -75,12 +80,12 @@ class PackedLinear:
         raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads))
         return out.bfloat16()
 
-    def _multiply_as_integers(self, x: Tensor) -> Tensor:
+    def _multiply_as_integers(self, x: Tensor, row_bits: int) -> Tensor:
         matrix, x, n = self._matrix, x.contiguous(), x.shape[0]
         x_address = address(x, "rows", torch.bfloat16, (n, matrix.columns))
         out = torch.empty(n, matrix.rows, dtype=torch.bfloat16, device="cpu")
         threads, multiply = torch.get_num_threads(), self._kernels.kvkeep_prompt_product
-        raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads))
+        raise_for_status(multiply(matrix, x_address, n, out.data_ptr(), threads, row_bits))
         return out
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 It serves models with layers that the kernels do not compute. Weights are read as they are packed.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from kvkeep.compiled.matrices import PackedLinear, shared_scratch
 from kvkeep.compiled.operands import ModelOperands, address
 from kvkeep.compiled.states import KernelMixer, unsupported_states
 from kvkeep.compiled.structures import CMatrix
+from kvkeep.errors import InvalidArgument
 from kvkeep.models.layers.executor import AnyStep, run_network
 from kvkeep.models.layers.network import Network
 from kvkeep.models.layers.primitives import LM_HEAD
@@ -28,6 +30,8 @@ from kvkeep.models.weights.tensors import is_router, matrix_shapes, step_matrice
 
 # Sets whose integer products were measured to be faster than torch's in float32.
 _INTEGER_SETS = ("amx", "avx512bf16", "avxvnni", "avx2")
+# Sets whose products with rows of 8 bits were measured to be faster than torch's in bfloat16.
+_BYTE_SETS = ("avx512bf16",)
 
 
 def products_reason(spec: ModelSpec, layout: Layout) -> str:
@@ -61,25 +65,46 @@ def unavailable_reason() -> str:
 class PromptProducts:
     """The way in which prompts of bfloat16 models are multiplied.
 
-    dtype: of torch's products. integers: whether the kernels multiply packed matrices, as integers,
-    which they do where that is faster than torch in float32.
+    dtype: of torch's products. row_bits: not 0 where the kernels multiply packed matrices, as
+    integers, since that is faster than torch: the bits of each number of the rows, 16, or 8 for
+    formats whose codes can be multiplied so.
     """
 
     dtype: torch.dtype
-    integers: bool
+    row_bits: int
+
+    @property
+    def by_torch_in_bfloat16(self) -> bool:
+        return self.dtype is torch.bfloat16 and not self.row_bits
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}, packed weights as integers" if self.integers else name
+        how = {0: "", 8: ", packed weights by rows of 8 bits", 16: ", packed weights as integers"}
+        return str(self.dtype).removeprefix("torch.") + how[self.row_bits]
+
+
+def prompt_row_bits() -> int:
+    """Return the value of KVKEEP_PROMPT_BITS: 8, or 16 if it is not set.
+
+    Raises InvalidArgument for another value.
+    """
+    text = os.environ.get("KVKEEP_PROMPT_BITS") or "16"
+    if text not in ("8", "16"):
+        raise InvalidArgument(f"KVKEEP_PROMPT_BITS must be 8 or 16; found {text!r}")
+    return int(text)
 
 
 def prompt_products() -> PromptProducts:
-    """Return how prompts are multiplied on this processor by the selected instruction set."""
+    """Return how prompts are multiplied on this processor by the selected instruction set.
+
+    Raises InvalidArgument for a wrong value of KVKEEP_PROMPT_BITS.
+    """
+    row_bits, dtype = prompt_row_bits(), torch.float32
+    sets: tuple[str, ...] = _INTEGER_SETS
     if has_fast_bf16():
-        return PromptProducts(torch.bfloat16, integers=False)
-    kernels = kernel_library() if selected_set().name in _INTEGER_SETS else None
-    integers = kernels is not None and multiplies_prompts(kernels)
-    return PromptProducts(torch.float32, integers)
+        dtype, sets = torch.bfloat16, _BYTE_SETS if row_bits == 8 else ()
+    kernels = kernel_library() if selected_set().name in sets else None
+    has_integers = kernels is not None and multiplies_prompts(kernels)
+    return PromptProducts(dtype, row_bits if has_integers else 0)
 
 
 class ProductExecutor:
@@ -106,7 +131,7 @@ class ProductExecutor:
         self.kernels = kernels
         self._products = prompt_products()
         self.name = f"torch, products by {selected_set().name}"
-        if self._products.dtype is not torch.bfloat16:
+        if not self._products.by_torch_in_bfloat16:
             self.name += f" in {self._products}"
         self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
         self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
@@ -147,8 +172,8 @@ class ProductExecutor:
         bias = self.operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self.operands.weight(name, sampled=False)
         matrix = self.operands.describe_matrix(name, sampled=False, rounded=True)
-        dtype, integers = self._products.dtype, self._products.integers
-        return PackedLinear(self.kernels, matrix, bias, weight, dtype, integers)
+        dtype, row_bits = self._products.dtype, self._products.row_bits
+        return PackedLinear(self.kernels, matrix, bias, weight, dtype, row_bits)
 
     def matrix_bytes(self) -> dict[str, int]:
         """Return the size in bytes of each matrix that a sampled token reads, by name."""

@@ -10,6 +10,7 @@ from sanitizers import SANITIZED
 
 # Modules that test results. Others test operands or files.
 ON_EACH_SET = {
+    "test_byte_rows",
     "test_compressed",
     "test_decoding",
     "test_experts",

@@ -33,12 +33,14 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     return out
 
 
-def many_rows(matrix: CMatrix, x: Tensor, threads: int) -> Tensor:
+def many_rows(matrix: CMatrix, x: Tensor, threads: int, row_bits: int = 16) -> Tensor:
     kernels = kernel_library()
     assert kernels is not None
     out = torch.full((x.shape[0], matrix.rows), torch.nan, dtype=torch.bfloat16)
     raise_for_status(
-        kernels.kvkeep_prompt_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads)
+        kernels.kvkeep_prompt_product(
+            matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads, row_bits
+        )
     )
     return out
 
@@ -55,11 +57,11 @@ class MatrixCase:
         bias = None if self.bias is None else self.bias.data_ptr()
         return matrix_operand("matrix", self.weight, tuple(self.values.shape), bias, rounded)
 
-    def linear(self, dtype: torch.dtype = torch.bfloat16, integers: bool = False) -> PackedLinear:
+    def linear(self, dtype: torch.dtype = torch.bfloat16, row_bits: int = 0) -> PackedLinear:
         kernels = kernel_library()
         assert kernels is not None
         bias = None if self.bias is None else self.bias[: len(self.values)]
-        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype, integers)
+        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype, row_bits)
 
 
 def make_matrix(
@@ -200,7 +202,7 @@ def test_many_rows_as_integers_have_the_bits_of_few(kind: str) -> None:
     # Blocks and panels with a rest, and more rows than are multiplied at a time.
     for size, count in (((50, 64), 1), ((1, 32), 17), ((264, 1312), 40), ((17, 512), 300)):
         one = make_matrix(kind, size, torch.randn(size[0] + 16).bfloat16())
-        linear, x = one.linear(integers=True), inputs(count, one.values.shape[1])
+        linear, x = one.linear(row_bits=16), inputs(count, one.values.shape[1])
         few = product(one.matrix(), x)
         actual = many_rows(one.matrix(), x, threads=3)
         if multiplies_as_floats(kind):
@@ -226,7 +228,7 @@ def test_products_as_integers_are_nearer_than_those_of_rounded_weights(kind: str
         return float((linear(x).double() - expected).norm() / expected.norm())
 
     # Half of a step of bfloat16, uniformly: what rounding the result alone costs.
-    assert error(one.linear(integers=True)) < 0.0017 < error(one.linear())
+    assert error(one.linear(row_bits=16)) < 0.0017 < error(one.linear())
 
 
 @pytest.mark.parametrize("row", [0, 17, 49])

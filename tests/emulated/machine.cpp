@@ -27,7 +27,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096, kPages = 16 * kPage, kLine = 256;
 constexpr int kMaxCopies = 1 << 16;
-constexpr int kArguments = 5;
+constexpr int kArguments = 6;
 
 struct Copy {
   unsigned char* at;
@@ -136,8 +136,9 @@ std::string call(const std::string& object, const std::string& function, std::is
   for (auto& value : argument) arguments >> value;
   // Superfluous arguments are in registers that the function does not read.
   const auto run = reinterpret_cast<int (*)(std::uint64_t, std::uint64_t, std::uint64_t,
-                                            std::uint64_t, std::uint64_t)>(found);
-  const int result = run(argument[0], argument[1], argument[2], argument[3], argument[4]);
+                                            std::uint64_t, std::uint64_t, std::uint64_t)>(found);
+  const int result =
+      run(argument[0], argument[1], argument[2], argument[3], argument[4], argument[5]);
   write_back();
   return "done " + std::to_string(result);
 }

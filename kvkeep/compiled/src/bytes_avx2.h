@@ -47,6 +47,10 @@ KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
 }
 #endif
 
+// Make the compiler compute sums before those that come later in the program. GCC would multiply
+// all terms of unrolled loops first, and keep the products in memory.
+KVKEEP_INLINE void require_now(ByteSums& sums) { asm("" : "+x"(sums.low), "+x"(sums.high)); }
+
 // Load 32 signed bytes, extended to the 16-bit halves of the lanes.
 KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const __m128i* from = reinterpret_cast<const __m128i*>(x);

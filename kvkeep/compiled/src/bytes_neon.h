@@ -54,6 +54,8 @@ KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
 }
 #endif
 
+KVKEEP_INLINE void require_now(ByteSums&) {}
+
 KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
   return map_registers<Ints>(
       [](auto sum, auto a, auto b) {

@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 15;
+constexpr int kRevision = 16;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed
@@ -197,10 +197,11 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
                    int threads);
 
 // Multiply the rows of a prompt by a packed matrix, whose weights are not rounded. x: [count,
-// columns of the matrix]. out: [count, rows of the matrix]. Returns a Status: kNoKernel for dense
+// columns of the matrix]. out: [count, rows of the matrix]. row_bits: 16, or 8 for rows of one byte
+// for each number, with codes that can be multiplied so. Returns a Status: kNoKernel for dense
 // matrices.
 int kvkeep_prompt_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count,
-                          kvkeep::Bf16* out, int threads);
+                          kvkeep::Bf16* out, int threads, int row_bits);
 
 // Unpack blocks of 16 rows to bf16, beginning with block `first`. out: [rows, columns], without the
 // rows past the matrix's end. Returns a Status.

@@ -197,7 +197,7 @@ struct Codes6 {
 };
 
 struct Codes8 {
-  static constexpr int kBytes = 512, kBits = 8;
+  static constexpr int kBytes = 512, kBits = 8, kLowest = -128, kRange = 255;
   static constexpr float kStep = 1;
   template <int p>
   static Bf16Pairs pair(const char* data) {
@@ -206,6 +206,12 @@ struct Codes8 {
   template <int p>
   static Ints halves(const char* data) {
     return load_int8_as_int16(reinterpret_cast<const std::int8_t*>(data + 32 * p));
+  }
+  template <int n>
+  static Ints bytes(const char* data) {
+    constexpr int p = 4 * (n / 2) + n % 2;
+    return add_halves(halves<p>(data), -kLowest) |
+           shift_left<8>(add_halves(halves<p + 2>(data), -kLowest));
   }
 };
 

@@ -31,6 +31,10 @@ struct IntegerGroup {
   const std::uint8_t* low() const { return bytes + kGroup; }
 };
 
+// The columns of 16 bytes in the order of codes with less than 8 bits.
+alignas(16) constexpr std::uint8_t kCodeOrder[16] = {0, 4,  1, 5,  2,  6,  3,  7,
+                                                     8, 12, 9, 13, 10, 14, 11, 15};
+
 // Quantise 32 numbers to integers. x: bf16, or floats rounded to bf16. Returns their quantised sum.
 inline float quantise_group(const Activation* x, IntegerGroup& to) {
   const Floats part[2] = {load(x), load(x + kLanes)};
@@ -55,17 +59,16 @@ inline float quantise_group(const Activation* x, IntegerGroup& to) {
     store_halves(reinterpret_cast<std::uint16_t*>(to.integer) + h * kLanes, integer);
     to.sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(integer)));
   }
-  alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 4,  1, 5,  2,  6,  3,  7,
-                                                          8, 12, 9, 13, 10, 14, 11, 15};
-  store_ints(to.bytes, shuffle_bytes(load_ints(bytes), kOrder));
+  store_ints(to.bytes, shuffle_bytes(load_ints(bytes), kCodeOrder));
   return to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
-// Codes of 8 bits need 32-bit products: `halves<p>(data)` returns columns 2 p and 2 p + 1.
+// Codes of 8 bits need 32-bit products with numbers of 15 bits: `halves<p>(data)` returns columns
+// 2 p and 2 p + 1.
 template <typename Codes>
 constexpr bool kHasInt16Codes = Codes::kBits == 8;
 
-// Codes of fewer bits: `bytes<n>(data)` returns columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5
+// Codes less kLowest: `bytes<n>(data)` returns columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5
 // further. kHighProductsPerSum, kLowProductsPerSum: how many products with `high` and `low` can be
 // added before a sum could overflow.
 template <typename Codes>
