@@ -13,7 +13,7 @@ import torch
 
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
-from kvkeep.compiled.products import prompt_products, unavailable_reason
+from kvkeep.compiled.products import prompt_products, prompt_row_bits, unavailable_reason
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
 from kvkeep.model_facts import model_facts
@@ -29,7 +29,7 @@ _CPU_FEATURES = (
     *("amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
-_KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
+_KERNEL_VARIABLES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "KVKEEP_PROMPT_BITS")
 _MAX_KV_SIZE = 128  # of the session whose decode speed is measured
 _WARMUP_TOKENS, _MEASURED_TOKENS = 8, 32
 _BANDWIDTH_SECONDS = 0.5  # how long the bandwidth of memory is measured
@@ -77,7 +77,7 @@ class KernelFacts:
 
     name: str  # their instruction set, or "torch"
     against: dict[str, str]  # why each faster instruction set is not used, by its name
-    environment: dict[str, str]  # variables that select kernels
+    environment: dict[str, str]  # variables that select kernels and how they multiply
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
     """Examine this machine, and a model if it is there. No model is fetched.
 
     name, dtype, weights: as for `load_model`. measure: whether to load the model and measure its
-    decode speed. Raises InvalidArgument for unavailable kernels.
+    decode speed. Raises InvalidArgument for unavailable kernels and a wrong KVKEEP_PROMPT_BITS.
     """
+    prompt_row_bits()  # refused here, and not as a reason against the model
     kernels = _describe_kernels()
     limit_torch_threads()
     facts, model, no_model = None, None, ""
@@ -240,7 +241,10 @@ def _describe_torch() -> TorchFacts:
     if torch._C._has_mkldnn:
         multiplies_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     # Without kernels a prompt is multiplied in the dtype of the weights.
-    prompts = "bfloat16" if kernel_library() is None else str(prompt_products())
+    products = None if kernel_library() is None else prompt_products()
+    prompts = "bfloat16" if products is None else str(products)
+    if prompt_row_bits() == 8 and (products is None or products.row_bits != 8):
+        prompts += " (KVKEEP_PROMPT_BITS has no effect here)"
     return TorchFacts(
         version=torch.__version__,
         capability=torch.backends.cpu.get_cpu_capability(),

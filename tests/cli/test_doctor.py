@@ -25,7 +25,10 @@ from kvkeep.errors import SlowPathWarning
 from kvkeep.runtime.cpu import num_cores
 
 Examine = Callable[..., dict[str, Any]]
-SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+SWITCHES = (
+    *("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "KVKEEP_PROMPT_BITS"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+)
 kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
 
@@ -94,6 +97,19 @@ def test_a_requested_instruction_set_is_used(examine: Examine, smollm2_folder, n
         "environment": {"KVKEEP_ISA": name},
     }
     assert found["model"]["decode"].startswith(f"compiled kernels for {name}")
+
+
+SLOW_BF16 = {"KVKEEP_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@kernels_here
+@pytest.mark.skipif("avx2" not in sets_here(), reason="no AVX2")
+def test_the_bits_of_prompts_are_reported(examine: Examine, smollm2_folder) -> None:
+    found = examine(**SLOW_BF16, KVKEEP_PROMPT_BITS="8")
+    assert found["kernels"]["environment"]["KVKEEP_PROMPT_BITS"] == "8"
+    assert found["torch"]["prompts"] == "float32, packed weights by rows of 8 bits"
+    without = examine(KVKEEP_ISA="torch", KVKEEP_PROMPT_BITS="8")["torch"]["prompts"]
+    assert without == "bfloat16 (KVKEEP_PROMPT_BITS has no effect here)"
 
 
 @pytest.mark.parametrize(("switch", "value"), [("KVKEEP_ISA", "torch"), ("KVKEEP_COMPILED", "0")])
@@ -169,10 +185,17 @@ def test_the_text_output(smollm2_folder, tmp_path: Path) -> None:
         assert re.search(r"^CUDA +(none: this torch|no GPU found)", done.stdout, re.M)
 
 
-def test_an_unknown_instruction_set_is_refused() -> None:
-    done = run("doctor", environment={"KVKEEP_ISA": "avx3"})
+@pytest.mark.parametrize(
+    ("switch", "value", "message"),
+    [
+        ("KVKEEP_ISA", "avx3", "KVKEEP_ISA must be one of"),
+        ("KVKEEP_PROMPT_BITS", "12", "KVKEEP_PROMPT_BITS must be 8 or 16; found '12'"),
+    ],
+)
+def test_an_unknown_value_is_refused(switch: str, value: str, message: str) -> None:
+    done = run("doctor", environment={switch: value})
     assert (done.returncode, done.stdout) == (2, "")
-    assert "KVKEEP_ISA must be one of" in done.stderr
+    assert message in done.stderr
 
 
 SLOW = "slower than this machine allows: the compiled kernels support head_dim"
