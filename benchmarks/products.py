@@ -5,10 +5,10 @@
       python -m benchmarks.products Q4_K Q8_0 --rows 512
     KVKEEP_ISA=avx2 KVKEEP_KERNELS=/tmp/before/kvkeep/compiled python -m benchmarks.products
 
-More than 16 rows, those of a prompt, are multiplied as integers by the kernels, and by the library
-as without them, in turn. The last command measures kernels of another build with the same C
-interface. Several copies of a matrix are read in turn, so that they do not stay in the processor's
-caches.
+More than 16 rows, those of a prompt, are multiplied as integers by the kernels, with rows of 16 and
+of 8 bits (KVKEEP_PROMPT_BITS), and by the library as without them, in turn. The last command
+measures kernels of another build with the same C interface. Several copies of a matrix are read in
+turn, so that they do not stay in the processor's caches.
 """
 
 import dataclasses
@@ -54,6 +54,8 @@ class Speed:
 class PromptSpeed:
     """Products with many rows, by the kernels as integers and by the library in `dtype`.
 
+    byte: with rows of 8 bits; the same as integers where the format's codes are too large for them.
+
     errors: of the results, which are rounded to bfloat16, relative to float64.
     """
 
@@ -61,8 +63,10 @@ class PromptSpeed:
     rows: int
     dtype: str
     integer_seconds: float
+    byte_seconds: float
     library_seconds: float
     integer_error: float
+    byte_error: float
     library_error: float
 
 
@@ -105,11 +109,11 @@ def _measure_prompt(name: str, matrix: PackedMatrix, count: int) -> PromptSpeed:
     kernels, dtype = kernel_library(), prompt_products().dtype
     assert kernels is not None
     operand = matrix_operand(name, matrix, SHAPE, None, round_weights=True)
-    ways = [PackedLinear(kernels, operand, None, matrix, dtype, each) for each in (True, False)]
+    ways = [PackedLinear(kernels, operand, None, matrix, dtype, bits) for bits in (16, 8, 0)]
     x = torch.randn(count, SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = x.double() @ as_tensor(matrix, torch.float32).double().T
     errors = [float((way(x).double() - expected).norm() / expected.norm()) for way in ways]
-    times: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], ...] = ([], [], [])
     with shared_scratch():
         for _ in range(ROUNDS):
             for way, seconds in zip(ways, times, strict=True):
@@ -120,8 +124,10 @@ def _measure_prompt(name: str, matrix: PackedMatrix, count: int) -> PromptSpeed:
     speed = PromptSpeed(name, count, dtype_name, *map(rounded, [*map(median, times), *errors]))
     print(
         f"{name:<8}{count:>3} rows{speed.integer_seconds * 1e3:>8.1f} ms as integers (error "
-        f"{speed.integer_error:.2e}), {speed.library_seconds * 1e3:.1f} ms in {dtype_name} "
-        f"({speed.library_error:.2e}): {speed.library_seconds / speed.integer_seconds:.2f}x"
+        f"{speed.integer_error:.2e}), {speed.byte_seconds * 1e3:.1f} ms with rows of 8 bits "
+        f"({speed.byte_error:.2e}), {speed.library_seconds * 1e3:.1f} ms in {dtype_name} "
+        f"({speed.library_error:.2e}): {speed.library_seconds / speed.integer_seconds:.2f}x and "
+        f"{speed.library_seconds / speed.byte_seconds:.2f}x"
     )
     return speed
 
