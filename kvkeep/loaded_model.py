@@ -23,6 +23,7 @@ from kvkeep.models.text.end_of_turn import end_token_ids, message_end_ids
 from kvkeep.models.weights.packed_file import checksum_of
 from kvkeep.models.weights.packing import format_name
 from kvkeep.session.default_sampling import model_sampling, suppressed_tokens
+from kvkeep.session.drafts import RowCost
 from kvkeep.session.sampling import Sampling
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, compute_fingerprint
 from kvkeep.version import __version__
@@ -65,6 +66,11 @@ class LoadedModel:
     def message_end_ids(self) -> frozenset[int]:
         """Ids of the tokens that end a message in the chat template, of any role."""
         return message_end_ids(self.spec, self.text)
+
+    @cached_property
+    def row_cost(self) -> RowCost:
+        """Cost of a row in forwards of one session, as measured by all of the model's sessions."""
+        return RowCost()
 
     @cached_property
     def renderer(self) -> "ChatRenderer":

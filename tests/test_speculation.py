@@ -185,8 +185,19 @@ def test_the_cost_of_a_row_is_measured() -> None:
     cost = RowCost()
     for step in range(400):
         rows = 1 + 5 * (step % 4 == 0)
-        cost.learn(rows, 0.01 * (1 + 0.3 * (rows - 1)) * (50 if step == 300 else 1))
+        cost.learn(rows, rows - 1, 0.01 * (1 + 0.3 * (rows - 1)) * (50 if step == 300 else 1))
     assert 0.25 < cost.value < 0.33
+    for _ in range(2000):
+        cost.learn(1, 0, 0.01)  # a text without drafts
+    assert 0.25 < cost.value < 0.33
+
+
+def test_the_cost_of_a_row_is_measured_in_groups() -> None:
+    cost = RowCost()
+    for step in range(400):
+        drafted = 6 * (step % 3 == 0)
+        cost.learn(4 + drafted, drafted, 0.01 * (1 + 0.5 * (3 + drafted)))
+    assert 0.45 < cost.value < 0.55
 
 
 def good(is_good: bool = True) -> Offer:

@@ -170,7 +170,7 @@ def _sampled_runs(
         return
     ends_after = end_check(core, sampling.stop, end_ids, sampling.reasoning)
     speculation = Speculation(core, sampling, ends_after)
-    planner = DraftPlanner()
+    planner = DraftPlanner(cost=core.model.row_cost)
     while left > 0:
         (run,) = sample_runs([speculation], [left], planner)
         run.require_followed()

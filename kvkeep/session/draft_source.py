@@ -7,6 +7,7 @@ from kvkeep.session.ngram_index import MATCH_TOKENS, NgramIndex
 
 _REALIGN_TOKENS = 16  # of the source, in which the newest tokens are looked for after a mismatch
 _MAX_MISMATCHES = 4  # steps without a match, after which a source is given up
+_LASTING_TOKENS = 8  # that a source had in common with the text, before it outlasts a mismatch
 
 
 class DraftSource:
@@ -15,14 +16,14 @@ class DraftSource:
     A source is found by the last place of the newest run of tokens, and then followed: the records
     of a list and the lines of a program begin alike, so that the last place of a run is often that
     of the record before, and the source goes on with the right one. Where the text differs from
-    it, the source goes on where the newest tokens come again soon after; otherwise one token counts
-    as replaced by another.
+    it after a run of eight or more equal tokens, the source goes on where the newest tokens come
+    again soon after; otherwise one token counts as replaced by another.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
         self._index = NgramIndex(tokens)
         self._next: int | None = None  # the index of the source's next token in the text
-        self._mismatches = 0
+        self._longest = self._mismatches = 0  # run of its tokens in the text; steps since a run
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -47,7 +48,7 @@ class DraftSource:
         if end is None:
             end = self._index.last_end(next_token)
             if end is not None and self._next is None:
-                self._next, self._mismatches = end - 1, 0
+                self._next, self._longest, self._mismatches = end - 1, 0, 0
         if end is None and self._next is not None:
             end = self._next + 1
         if end is None:
@@ -63,16 +64,20 @@ class DraftSource:
             return None
         if text[self._next] != next_token and not self._realign(next_token):
             self._mismatches += 1
-            if self._mismatches > _MAX_MISMATCHES:
+            if self._mismatches > _MAX_MISMATCHES or self._longest < _LASTING_TOKENS:
                 self._next = None
             return None
-        if self._index.count_matched(self._next + 1, next_token) >= MATCH_TOKENS:
+        matched = self._index.count_matched(self._next + 1, next_token)
+        self._longest = max(self._longest, matched)
+        if matched >= MATCH_TOKENS:
             self._mismatches = 0
         return self._next + 1
 
     def _realign(self, next_token: int) -> bool:
         """Go on in the source where the newest tokens come again; return whether they do."""
         assert self._next is not None
+        if self._longest < _LASTING_TOKENS:
+            return False
         last = min(len(self._index.tokens), self._next + _REALIGN_TOKENS)
         ends = range(max(1, self._next), last)
         matches = [self._index.count_matched(end, next_token) for end in ends]

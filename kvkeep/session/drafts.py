@@ -12,8 +12,8 @@ from kvkeep.session.ngram_index import MATCH_TOKENS
 
 _WEIGHT = 0.15  # of a new measurement, in averages
 _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is measured
-_PRIOR_WEIGHT = 0.5  # of that cost, as a variance of the numbers of rows that were measured
-_COST_WEIGHT = 0.05  # of a new forward, in averages
+_PRIOR_ROWS = 4  # that were measured count as much as that assumption
+_COST_WEIGHT = 0.05  # the least of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
 _MATCH_STEPS = (MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
 _FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.01, 16.0  # see `Acceptance`
@@ -107,37 +107,37 @@ class Acceptance:
 class RowCost:
     """Cost of one more row of a forward, relative to a forward of one row, as measured.
 
-    The slope of a line through the forwards' seconds by their rows, of which newer ones count more.
-    Before forwards have had different numbers of rows, it is an assumption.
+    A forward of n rows takes 1 + (n - 1) * cost times as long as one of a single row, whose
+    duration forwards without drafts tell, and the cost those with drafts. Until there are some, it
+    is an assumption.
+
+    value: the cost.
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        self._rows = self._seconds = self._squares = self._products = 0.0  # averages
+        self.value = _ROW_COST
+        self._forwards = self._drafted = 0
+        self._seconds = 0.0  # of a forward of one row, an average
 
-    @property
-    def value(self) -> float:
-        if not self._count:
-            return _ROW_COST
-        variance = self._squares - self._rows**2
-        covariance = self._products - self._rows * self._seconds
-        assumed = _ROW_COST * self._seconds / (1 + _ROW_COST * (self._rows - 1))
-        slope = (covariance + _PRIOR_WEIGHT * assumed) / (variance + _PRIOR_WEIGHT)
-        one_row = self._seconds - slope * (self._rows - 1)
-        return min(max(slope / max(one_row, slope), 0.02), 1.0)
+    def learn(self, rows: int, drafted: int, seconds: float) -> None:
+        """Take the duration of a forward into account. drafted: how many of the rows are drafts."""
+        if (
+            self._forwards
+        ):  # one that was interrupted by other work counts no more than twice as long
+            seconds = min(seconds, 2 * self._expected(rows))
+        if self._forwards and drafted:
+            extra = (seconds - self._expected(rows - drafted)) / (self._seconds * drafted)
+            self._drafted += drafted
+            weight = max(_COST_WEIGHT, drafted / (self._drafted + _PRIOR_ROWS))
+            self.value += weight * (min(max(extra, 0.02), 1.0) - self.value)
+            return
+        self._forwards += 1
+        weight = max(_COST_WEIGHT, 1 / self._forwards)
+        self._seconds += weight * (seconds / (1 + self.value * (rows - 1)) - self._seconds)
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """Take the duration of a forward into account."""
-        if self._count:  # one that was interrupted by other work counts no more than twice as long
-            value = self.value
-            expected = self._seconds * (1 + value * (rows - 1)) / (1 + value * (self._rows - 1))
-            seconds = min(seconds, 2 * expected)
-        self._count += 1
-        weight = max(_COST_WEIGHT, 1 / self._count)
-        self._rows += weight * (rows - self._rows)
-        self._seconds += weight * (seconds - self._seconds)
-        self._squares += weight * (rows**2 - self._squares)
-        self._products += weight * (rows * seconds - self._products)
+    def _expected(self, rows: int) -> float:
+        """Return the expected seconds of a forward."""
+        return self._seconds * (1 + self.value * (rows - 1))
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,13 @@ class DraftPlanner:
 
     The lengths with which most tokens are expected in a second, of all sessions together. But none
     may get its own tokens later by more than `max_delay`, since it has no draft itself and waits
-    for the rows of others: relative to a forward without drafts; None for any delay.
+    for the rows of others: relative to a forward without drafts; None for any delay. cost: as it
+    was measured so far, if it was.
     """
 
-    def __init__(self, max_delay: float | None = None):
+    def __init__(self, max_delay: float | None = None, cost: RowCost | None = None):
         self.max_delay = max_delay
-        self.cost = RowCost()
+        self.cost = cost or RowCost()
 
     def choose(self, offers: Sequence[Offer], max_drafted: int) -> list[int]:
         """Return how many tokens of each draft to try. max_drafted: of all together, at most."""

@@ -224,7 +224,8 @@ def _sample_runs(
         started = time.perf_counter()
         tried, runs = _evaluate(members, rows, all_logits)
         seconds = time.perf_counter() - started
-    planner.cost.learn(sum(map(len, tried)), seconds)
+    num_rows = sum(map(len, tried))
+    planner.cost.learn(num_rows, num_rows - len(tried), seconds)
     cost = planner.cost.value
     for index, (each, draft, chunk) in enumerate(zip(speculations, drafts, tried, strict=True)):
         tokens = runs[index].tokens
