@@ -24,7 +24,7 @@ from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import MAX_ROWS
 from kvkeep.model import Model
 from kvkeep.session.draft_source import DraftSource
-from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, Offer, RowCost
+from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, ForwardTime, Offer, RowCost
 from kvkeep.session.history import History
 from kvkeep.session.ngram_index import INDEXED_TOKENS
 from kvkeep.session.session import Session
@@ -183,20 +183,32 @@ def test_wrong_drafts_cost_a_hundredth_of_the_time_and_one_forward(
 
 def test_the_cost_of_a_row_is_measured() -> None:
     cost = RowCost()
+    time = ForwardTime(cost)
     for step in range(400):
         rows = 1 + 5 * (step % 4 == 0)
-        cost.learn(rows, rows - 1, 0.01 * (1 + 0.3 * (rows - 1)) * (50 if step == 300 else 1))
+        time.learn(rows, rows - 1, 0.01 * (1 + 0.3 * (rows - 1)) * (50 if step == 300 else 1))
     assert 0.25 < cost.value < 0.33
     for _ in range(2000):
-        cost.learn(1, 0, 0.01)  # a text without drafts
+        time.learn(1, 0, 0.01)  # a text without drafts
     assert 0.25 < cost.value < 0.33
+
+
+def test_a_longer_session_does_not_make_rows_dearer() -> None:
+    cost = RowCost()
+    for scale in (1, 4):  # a forward of the second takes four times as long
+        time = ForwardTime(cost)
+        for step in range(60):
+            drafted = 5 * (step % 2 == 0)
+            time.learn(1 + drafted, drafted, scale * 0.01 * (1 + 0.3 * drafted))
+            assert cost.value < 0.33
 
 
 def test_the_cost_of_a_row_is_measured_in_groups() -> None:
     cost = RowCost()
+    time = ForwardTime(cost)
     for step in range(400):
         drafted = 6 * (step % 3 == 0)
-        cost.learn(4 + drafted, drafted, 0.01 * (1 + 0.5 * (3 + drafted)))
+        time.learn(4 + drafted, drafted, 0.01 * (1 + 0.5 * (3 + drafted)))
     assert 0.45 < cost.value < 0.55
 
 

@@ -7,7 +7,7 @@ from kvkeep.session.ngram_index import MATCH_TOKENS, NgramIndex
 
 _REALIGN_TOKENS = 16  # of the source, in which the newest tokens are looked for after a mismatch
 _MAX_MISMATCHES = 4  # steps without a match, after which a source is given up
-_LASTING_TOKENS = 8  # that a source had in common with the text, before it outlasts a mismatch
+_LASTING_TOKENS = 8  # the longest common run of a source that outlasts a mismatch, at least
 
 
 class DraftSource:
@@ -23,7 +23,8 @@ class DraftSource:
     def __init__(self, tokens: Sequence[int] = ()):
         self._index = NgramIndex(tokens)
         self._next: int | None = None  # the index of the source's next token in the text
-        self._longest = self._mismatches = 0  # run of its tokens in the text; steps since a run
+        self._longest = 0  # common run when it was followed, in tokens
+        self._mismatches = 0  # steps since the last common run
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -105,39 +105,47 @@ class Acceptance:
 
 
 class RowCost:
-    """Cost of one more row of a forward, relative to a forward of one row, as measured.
+    """Cost of one more row of a forward, relative to a forward of one row: an average.
 
-    A forward of n rows takes 1 + (n - 1) * cost times as long as one of a single row, whose
-    duration forwards without drafts tell, and the cost those with drafts. Until there are some, it
-    is an assumption.
-
-    value: the cost.
+    value: the cost; an assumption until some rows have been measured.
     """
 
     def __init__(self) -> None:
-        self.value = _ROW_COST
-        self._forwards = self._drafted = 0
-        self._seconds = 0.0  # of a forward of one row, an average
+        self.value, self._num_rows = _ROW_COST, 0
+
+    def learn(self, rows: int, cost: float) -> None:
+        """Take the mean cost of some rows of a forward into account."""
+        self._num_rows += rows
+        weight = max(_COST_WEIGHT, rows / (self._num_rows + _PRIOR_ROWS))
+        self.value += weight * (min(max(cost, 0.02), 1.0) - self.value)
+
+
+class ForwardTime:
+    """Average duration of a forward of one row, and from it the cost of further rows.
+
+    A forward of n rows is expected to take 1 + (n - 1) * cost times as long. Forwards without
+    drafts tell the duration, those with drafts the cost.
+    """
+
+    def __init__(self, cost: RowCost) -> None:
+        self._cost, self._num_forwards, self._seconds = cost, 0, 0.0
 
     def learn(self, rows: int, drafted: int, seconds: float) -> None:
         """Take the duration of a forward into account. drafted: how many of the rows are drafts."""
-        if (
-            self._forwards
-        ):  # one that was interrupted by other work counts no more than twice as long
+        if self._num_forwards:
+            # One that was interrupted by other work counts no more than twice as long.
             seconds = min(seconds, 2 * self._expected(rows))
-        if self._forwards and drafted:
-            extra = (seconds - self._expected(rows - drafted)) / (self._seconds * drafted)
-            self._drafted += drafted
-            weight = max(_COST_WEIGHT, drafted / (self._drafted + _PRIOR_ROWS))
-            self.value += weight * (min(max(extra, 0.02), 1.0) - self.value)
-            return
-        self._forwards += 1
-        weight = max(_COST_WEIGHT, 1 / self._forwards)
-        self._seconds += weight * (seconds / (1 + self.value * (rows - 1)) - self._seconds)
+            if drafted:
+                extra = seconds - self._expected(rows - drafted)
+                self._cost.learn(drafted, extra / (self._seconds * drafted))
+                return
+        self._num_forwards += 1
+        weight = max(_COST_WEIGHT, 1 / self._num_forwards)
+        self._seconds += weight * (seconds / (1 + self._cost.value * (rows - 1)) - self._seconds)
 
     def _expected(self, rows: int) -> float:
         """Return the expected seconds of a forward."""
-        return self._seconds * (1 + self.value * (rows - 1))
+        return self._seconds * (1 + self._cost.value * (rows - 1))
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,7 @@ class DraftPlanner:
     def __init__(self, max_delay: float | None = None, cost: RowCost | None = None):
         self.max_delay = max_delay
         self.cost = cost or RowCost()
+        self.time = ForwardTime(self.cost)
 
     def choose(self, offers: Sequence[Offer], max_drafted: int) -> list[int]:
         """Return how many tokens of each draft to try. max_drafted: of all together, at most."""
