@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,20 +54,25 @@ def test_in_long_texts_runs_have_their_last_place() -> None:
 def test_a_draft_is_what_followed_the_newest_tokens() -> None:
     assert DraftSource([1, 2, 3, 4, 5, 6, 2, 3]).draft(4, 2) == Draft([5, 6], 3)
     assert DraftSource([1, 2, 3, 4, 5, 6, 2, 3]).draft(5, 2) is None
-    assert DraftSource([3, 4, 5] * 4).draft(3, 2) == Draft([4, 5], 10)
     assert DraftSource([1]).draft(2, 3) is None
 
 
+def test_a_text_that_goes_round_is_continued() -> None:
+    assert DraftSource([3, 4, 5] * 4).draft(3, 7) == Draft([4, 5, 3, 4, 5, 3, 4], 10)
+    assert DraftSource([8] * 9).draft(8, 4) == Draft([8] * 4, 8)
+
+
 LINES = [100, 1, 2, 3, 11, 4, 5, 1, 2, 3, 12, 4, 5, 1, 2, 3, 13, 4, 5, 1, 2, 3, 14, 4, 5]
+LONG = list(range(200, 280))
 
 
-def copying(tokens: Sequence[int]) -> DraftSource:
-    """Return the source of a text: `LINES`, then `tokens` one by one."""
-    source = DraftSource([*LINES, 0])
+def copying(tokens: Sequence[int], source: Sequence[int] = LINES) -> DraftSource:
+    """Return the source of a text: `source`, 0, and then `tokens` one by one."""
+    drafts = DraftSource([*source, 0])
     for token in tokens:
-        source.draft(token, 1)
-        source.extend([token])
-    return source
+        drafts.draft(token, 1)
+        drafts.extend([token])
+    return drafts
 
 
 def test_a_source_is_followed_where_its_tokens_came_later_too() -> None:
@@ -83,18 +89,54 @@ def test_after_a_token_that_differs_the_source_goes_on_with_the_next_one() -> No
     assert source.draft(3, 1) == Draft([13], 5)
 
 
-def test_a_source_goes_on_after_tokens_that_it_has_not_or_that_are_left_out() -> None:
-    source = copying([*LINES[:10], 77, 78, 79, 12, 4])  # three more
-    assert source.draft(5, 4) == Draft([1, 2, 3, 13], 3)
-    source = copying([*LINES[:10], 5, 1, 2])  # two left out
-    assert source.draft(3, 1) == Draft([13], 4)
+@pytest.mark.parametrize(("common", "lasts"), [(7, False), (8, True)])
+def test_a_short_common_run_is_a_coincidence(common: int, lasts: bool) -> None:
+    source = copying(LONG[:common], LONG)
+    assert (source.draft(0, 1) is not None) == lasts
 
 
-def test_a_source_that_differs_for_long_is_given_up() -> None:
-    source = copying([*LINES[:10], 77, 78, 79, 80])
-    assert source.draft(81, 1) is None
-    source.extend([81, 1, 2])
-    assert source.draft(3, 1) == Draft([77], 3)  # which came last
+def test_a_source_goes_on_after_tokens_that_were_inserted_or_left_out() -> None:
+    for inserted, left_out in (([77, 78, 79], 0), ([77, 78, 79], 3), ([], 3), ([], 14)):
+        begin = 20 + left_out
+        source = copying([*LONG[:20], *inserted, LONG[begin]], LONG)
+        draft = source.draft(LONG[begin + 1], 2)
+        assert draft == Draft(LONG[begin + 2 : begin + 4], 2)
+
+
+def test_a_source_goes_on_at_the_nearest_place() -> None:
+    text = [*LONG[:20], 1, 2, 3, 50, 51, 1, 2, 3, 60, 61]
+    source = copying([*LONG[:20], 1, 2], text)
+    source.draft(90, 1)  # in place of 3
+    source.extend([90, 1, 2])
+    assert source.draft(3, 1) == Draft([60], 3)
+
+
+@pytest.mark.parametrize(("common", "is_left"), [(11, False), (12, True)])
+def test_a_source_is_left_for_a_long_run_elsewhere(common: int, is_left: bool) -> None:
+    run = [*LONG[21 - common : 20], 500]
+    source = copying(LONG[:20], [*LONG, *run, 501, 502])
+    assert source.draft(500, 1) == Draft([501], common)
+    source.extend([500])
+    expected = None if is_left else Draft([LONG[22]], 0)  # the first source goes on
+    assert source.draft(99, 1) == expected
+
+
+@pytest.mark.parametrize(("wrong", "lasts"), [(4, True), (5, False)])
+def test_a_source_that_differs_for_long_is_given_up(wrong: int, lasts: bool) -> None:
+    source = copying([*LONG[:20], *range(wrong - 1)], LONG)
+    assert (source.draft(99, 1) is not None) == lasts
+    source = copying([*LONG[:20], 0, 1, *LONG[22:30], *range(wrong - 1)], LONG)
+    assert (source.draft(99, 1) is not None) == lasts
+
+
+def test_a_source_does_not_outlast_the_removal_of_old_tokens() -> None:
+    source = DraftSource([*LONG, *[9] * (2 * INDEXED_TOKENS - 120), 0])
+    for token in LONG[:20]:
+        source.draft(token, 1)
+        source.extend([token])
+    source.extend([7] * 40)
+    assert len(source.tokens) < 2 * INDEXED_TOKENS - 60
+    assert source.draft(99, 1) is None
 
 
 def forwards(prompt: Sequence[int], answer: Sequence[int]) -> int:
@@ -136,14 +178,16 @@ def test_a_draft_is_a_part_of_the_text(text: list[int], steps: list[tuple[int, i
         draft = source.draft(token, 5)
         added = [token]
         if draft is not None:
-            assert draft.tokens == [] or any(
-                known[i : i + len(draft.tokens)] == draft.tokens for i in range(len(known))
+            size = len(known)
+            places = range(size + 1)
+            run = [*known, token][size + 1 - draft.matched :] if draft.matched else []
+            going_round = [([*known[end:], token] * 5)[:5] for end in places]
+            assert any(
+                known[max(0, end - len(run)) : end] == run
+                and list(draft.tokens) in (known[end : end + 5], going_round[end])
+                for end in places
             )
-            matched = min(draft.matched, len(known) + 1)
-            assert matched == 0 or [*known, token][-matched:] in (
-                known[i : i + matched] for i in range(len(known))
-            )
-            added += draft.tokens[:count]
+            added += list(draft.tokens)[:count]
         source.extend(added)
         known += added
         assert list(source.tokens) == known

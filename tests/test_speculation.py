@@ -166,7 +166,7 @@ def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:
     assert planner.choose([Offer(draft, acceptance)], 63)[0] > 8
 
 
-@given(st.lists(st.tuples(st.sampled_from([3, 6, 12]), st.integers(0, 15)), max_size=300))
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 3, 6, 12]), st.integers(0, 15)), max_size=300))
 def test_wrong_drafts_cost_a_hundredth_of_the_time_and_one_forward(
     steps: list[tuple[int, int]],
 ) -> None:
@@ -194,13 +194,22 @@ def test_the_cost_of_a_row_is_measured() -> None:
 
 
 def test_a_longer_session_does_not_make_rows_dearer() -> None:
-    cost = RowCost()
-    for scale in (1, 4):  # a forward of the second takes four times as long
-        time = ForwardTime(cost)
+    planner = DraftPlanner()
+    for scale in (1, 4, 1):  # a forward of the second session takes four times as long
+        sessions = [Acceptance()]
         for step in range(60):
-            drafted = 5 * (step % 2 == 0)
-            time.learn(1 + drafted, drafted, scale * 0.01 * (1 + 0.3 * drafted))
-            assert cost.value < 0.33
+            drafted = 5 * (step % 20 != 0)
+            planner.learn(sessions, 1 + drafted, drafted, scale * 0.01 * (1 + 0.3 * drafted))
+            assert planner.cost.value < 0.33
+    assert planner.cost.value > 0.27
+
+
+def test_a_slow_first_forward_does_not_make_rows_cheap() -> None:
+    planner, sessions = DraftPlanner(), [Acceptance()]
+    planner.learn(sessions, 1, 0, 0.2)
+    for _ in range(40):
+        planner.learn(sessions, 6, 5, 0.01 * (1 + 0.3 * 5))
+    assert planner.cost.value > 0.1
 
 
 def test_the_cost_of_a_row_is_measured_in_groups() -> None:

@@ -15,7 +15,7 @@ _ROW_COST = 0.17  # of one more row, relative to a forward of one, until it is m
 _PRIOR_ROWS = 4  # that were measured count as much as that assumption
 _COST_WEIGHT = 0.05  # the least of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
-_MATCH_STEPS = (MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
+_MATCH_STEPS = (1, MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
 _FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.01, 16.0  # see `Acceptance`
 
 
@@ -52,7 +52,7 @@ class Draft:
 class Acceptance:
     """Estimates how often the next token of a draft is right, from the drafts that were tried.
 
-    Each length of a match, doubled, has an acceptance of its own: below 3 matched tokens, 3 to 5,
+    Each length of a match, doubled, has an acceptance of its own: no matched token, 1 or 2, 3 to 5,
     6 to 11, and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or
     1 for all. Without a gain now, a draft is tried again after a pause that doubles each time.
 
@@ -67,8 +67,8 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.pace, self.credit = 1.0, _FIRST_CREDIT
-        self._rates = [0.5, 0.6, 0.75, 0.85]
-        self._pauses, self._waits = [1, 1, 1, 1], [0, 0, 0, 0]
+        self._rates = [0.5, 0.5, 0.6, 0.75, 0.85]
+        self._pauses, self._waits = [1] * 5, [0] * 5
 
     def rate(self, draft: Draft) -> float:
         """Return the probability that a token of a draft is right if those before it are."""
@@ -124,7 +124,8 @@ class ForwardTime:
     """Average duration of a forward of one row, and from it the cost of further rows.
 
     A forward of n rows is expected to take 1 + (n - 1) * cost times as long. Forwards without
-    drafts tell the duration, those with drafts the cost.
+    drafts tell the duration, those with drafts the cost. It holds for the same sessions alone: a
+    longer text takes longer.
     """
 
     def __init__(self, cost: RowCost) -> None:
@@ -135,10 +136,12 @@ class ForwardTime:
         if self._num_forwards:
             # One that was interrupted by other work counts no more than twice as long.
             seconds = min(seconds, 2 * self._expected(rows))
-            if drafted:
-                extra = seconds - self._expected(rows - drafted)
+            extra = seconds - self._expected(rows - drafted)
+            if drafted and extra > 0:
                 self._cost.learn(drafted, extra / (self._seconds * drafted))
                 return
+            if drafted:  # faster than without drafts: earlier ones were slow, as the first can be
+                self._num_forwards = 0
         self._num_forwards += 1
         weight = max(_COST_WEIGHT, 1 / self._num_forwards)
         self._seconds += weight * (seconds / (1 + self._cost.value * (rows - 1)) - self._seconds)
@@ -168,7 +171,7 @@ class DraftPlanner:
     def __init__(self, max_delay: float | None = None, cost: RowCost | None = None):
         self.max_delay = max_delay
         self.cost = cost or RowCost()
-        self.time = ForwardTime(self.cost)
+        self._time, self._sessions = ForwardTime(self.cost), tuple[Acceptance, ...]()
 
     def choose(self, offers: Sequence[Offer], max_drafted: int) -> list[int]:
         """Return how many tokens of each draft to try. max_drafted: of all together, at most."""
@@ -199,6 +202,14 @@ class DraftPlanner:
         if not any(best):
             self._explore(offers, best, max_drafted)
         return best
+
+    def learn(
+        self, sessions: Sequence[Acceptance], rows: int, drafted: int, seconds: float
+    ) -> None:
+        """Take the duration of a forward of some sessions into account: see `ForwardTime`."""
+        if self._sessions != (now := tuple(sessions)):
+            self._time, self._sessions = ForwardTime(self.cost), now
+        self._time.learn(rows, drafted, seconds)
 
     def _is_fair(self, offers: Sequence[Offer], paces: Sequence[float], slowdown: float) -> bool:
         """Whether no session loses too much. paces: the expected tokens of each in this step."""

@@ -225,7 +225,8 @@ def _sample_runs(
         tried, runs = _evaluate(members, rows, all_logits)
         seconds = time.perf_counter() - started
     num_rows = sum(map(len, tried))
-    planner.time.learn(num_rows, num_rows - len(tried), seconds)
+    acceptances = [each.acceptance for each in speculations]
+    planner.learn(acceptances, num_rows, num_rows - len(tried), seconds)
     cost = planner.cost.value
     for index, (each, draft, chunk) in enumerate(zip(speculations, drafts, tried, strict=True)):
         tokens = runs[index].tokens
