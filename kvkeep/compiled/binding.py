@@ -52,8 +52,7 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
         return None
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CDecodeStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p, c_int32]
-    if multiplies_prompts(kernels):
-        kernels.kvkeep_prompt_product.argtypes = [*kernels.kvkeep_product.argtypes, c_int32]
+    kernels.kvkeep_prompt_product.argtypes = [*kernels.kvkeep_product.argtypes, c_int32]
     kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int32, c_int32, c_void_p, c_int32]
     kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
     kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int32, c_void_p]
@@ -63,14 +62,6 @@ def _bind(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     kernels.kvkeep_state_chunk.argtypes = [POINTER(CStateChunk)]
     kernels.kvkeep_most_similar.argtypes = [POINTER(CSimilarity)]
     return kernels
-
-
-def multiplies_prompts(kernels: ctypes.CDLL) -> bool:
-    """Whether a library multiplies the rows of prompts.
-
-    False for a build of this revision without `kvkeep_prompt_product`.
-    """
-    return hasattr(kernels, "kvkeep_prompt_product")
 
 
 def require_same_interface(kernels: ctypes.CDLL) -> None:

@@ -17,7 +17,7 @@ from kvkeep.compiled.chunk import chunk_attention
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import shared_scratch
 from kvkeep.compiled.model import describe_model, kernel_groups
-from kvkeep.compiled.products import ProductExecutor, prompt_products, unavailable_reason
+from kvkeep.compiled.products import ProductExecutor, unavailable_reason
 from kvkeep.compiled.states import DecodedStates, output_width, unsupported_states
 from kvkeep.compiled.step import GroupShape, describe_step
 from kvkeep.compiled.structures import CModel
@@ -110,8 +110,8 @@ class CompiledExecutor(ProductExecutor):
         self._decode_model = describe_model(spec, self.operands, sampled=True)
         self._prompt_model = describe_model(spec, self.operands, sampled=False)
         self.name = f"compiled {selected_set().name}"
-        if not (products := prompt_products()).by_torch_in_bfloat16:
-            self.name += f", prompts in {products}"
+        if not self._products.by_torch_in_bfloat16:
+            self.name += f", prompts in {self._products}"
         # The seconds of decode steps in each of PHASES; None if they are not measured.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
 

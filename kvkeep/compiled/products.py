@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.compiled.binding import kernel_library, multiplies_prompts, raise_for_status
+from kvkeep.compiled.binding import kernel_library, raise_for_status
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
 from kvkeep.compiled.matrices import PackedLinear, shared_scratch
@@ -75,6 +75,7 @@ class PromptProducts:
 
     @property
     def by_torch_in_bfloat16(self) -> bool:
+        """Whether torch computes all of them, in the dtype of the weights."""
         return self.dtype is torch.bfloat16 and not self.row_bits
 
     def __str__(self) -> str:
@@ -102,8 +103,7 @@ def prompt_products() -> PromptProducts:
     sets: tuple[str, ...] = _INTEGER_SETS
     if has_fast_bf16():
         dtype, sets = torch.bfloat16, _BYTE_SETS if row_bits == 8 else ()
-    kernels = kernel_library() if selected_set().name in sets else None
-    has_integers = kernels is not None and multiplies_prompts(kernels)
+    has_integers = selected_set().name in sets and kernel_library() is not None
     return PromptProducts(dtype, row_bits if has_integers else 0)
 
 
