@@ -5,13 +5,14 @@ It serves models with layers that the kernels do not compute. Weights are read a
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
+from kvkeep.cache.group_step import GroupStep
 from kvkeep.compiled.binding import kernel_library, raise_for_status
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.compiled.instruction_sets import has_fast_bf16, load_error, selected_set
@@ -78,6 +79,11 @@ class PromptProducts:
         """Whether torch computes all of them, in the dtype of the weights."""
         return self.dtype is torch.bfloat16 and not self.row_bits
 
+    def without_bytes(self) -> "PromptProducts":
+        """Return the products as they are without KVKEEP_PROMPT_BITS=8."""
+        usual_bits = 0 if self.dtype is torch.bfloat16 else 16
+        return replace(self, row_bits=usual_bits) if self.row_bits == 8 else self
+
     def __str__(self) -> str:
         how = {0: "", 8: ", packed weights by rows of 8 bits", 16: ", packed weights as integers"}
         return str(self.dtype).removeprefix("torch.") + how[self.row_bits]
@@ -129,7 +135,8 @@ class ProductExecutor:
         kernels = kernel_library()
         assert kernels is not None, "the reason against this executor must be empty"
         self.kernels = kernels
-        self._products = prompt_products()
+        products = prompt_products()
+        self._products = products if self._multiplies_packed() else products.without_bytes()
         self.name = f"torch, products by {selected_set().name}"
         if not self._products.by_torch_in_bfloat16:
             self.name += f" in {self._products}"
@@ -145,8 +152,23 @@ class ProductExecutor:
         return KernelMixer(self.spec, layers, self.operands, self.kernels)
 
     @cached_property
+    def _group_network(self) -> Network:
+        """The network of a group's decode steps, whose rows are never bytes, however many."""
+        if self._products.row_bits != 8:
+            return self.network
+        row_bits = self._products.without_bytes().row_bits
+        linears = {name: replace(x, _row_bits=row_bits) for name, x in self._linears.items()}
+        return Network(self.spec, self.operands.tensors | self._routers(), linears)
+
+    @cached_property
     def _head(self) -> CMatrix:
         return self.operands.describe_matrix(LM_HEAD, sampled=True)
+
+    def _multiplies_packed(self) -> bool:
+        """Whether a layer's matrix is packed of which a prompt's rows have integer products."""
+        names = set(matrix_shapes(self.spec)) - {LM_HEAD}
+        weights = [self.operands.weight(x, sampled=False) for x in names if not is_router(x)]
+        return not all(isinstance(weight, Tensor) for weight in weights)
 
     def _linear_names(self) -> list[str]:
         """Return the names of the matrices that a prompt's rows are multiplied by as PackedLinear.
@@ -188,7 +210,8 @@ class ProductExecutor:
         """Return the final hidden states of a step, `[n, hidden]` bfloat16; see `Executor`."""
         with shared_scratch():
             attention = layer_attention(step)
-            return run_network(self.network, tokens, step, attention, input_norms, self.state_mixer)
+            network = self._group_network if isinstance(step, GroupStep) else self.network
+            return run_network(network, tokens, step, attention, input_norms, self.state_mixer)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, `[n, vocab]` float32."""

@@ -15,14 +15,14 @@ from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
-from kvkeep.compiled.products import prompt_products
+from kvkeep.compiled.products import ProductExecutor, prompt_products
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.primitives import EMBEDDING, LM_HEAD
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.packing import as_tensor
+from kvkeep.models.weights.packing import MatrixBits, as_tensor
 from kvkeep.session.session import Session
 from kvkeep.storage.objects.folder import FolderObjectStore
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
@@ -47,10 +47,12 @@ def load(monkeypatch: pytest.MonkeyPatch, has_fast_bf16: bool) -> Load:
     for sets in ("_INTEGER_SETS", "_BYTE_SETS"):
         monkeypatch.setattr(f"kvkeep.compiled.products.{sets}", (selected_set().name,))
 
-    def loaded(bits: str, spec: ModelSpec | None = None) -> Model:
+    def loaded(
+        bits: str, spec: ModelSpec | None = None, weight_bits: MatrixBits | None = 4
+    ) -> Model:
         spec = spec or spec_of()
         monkeypatch.setenv("KVKEEP_PROMPT_BITS", bits)
-        model = packed_model(spec, 4)
+        model = packed_model(spec, weight_bits)
         packed = model.decoder.packed
         tensors = {k: v for k, v in model.decoder.tensors.items() if k not in packed}
         return Model("packed", model.folder, new_decoder(spec, tensors, packed), model.text)
@@ -111,6 +113,28 @@ def test_decode_and_small_steps_keep_their_bits(load: Load, spec: ModelSpec) -> 
     for one, other in zip(*groups, strict=True):
         assert torch.equal(logits(one), logits(other))
     assert not torch.equal(*(logits(after_prompt(model)) for model in (usual, bytes_)))
+
+
+@kernels_here
+def test_a_large_group_decodes_as_each_session_alone(load: Load) -> None:
+    model = load("8", spec_with_states("delta_net"))
+    decoder = model.decoder
+    executor = ProductExecutor(model.spec, decoder.tensors, decoder.packed)
+    decoder.executor = executor
+    assert BYTES in executor.name
+    parent = after_prompt(model)
+    alone, *forks = (parent.fork() for _ in range(MAX_KERNEL_ROWS + 2))
+    SessionGroup(forks).next_tokens([Sampling(temperature=0) for _ in forks])
+    alone.next_token(Sampling(temperature=0))
+    assert all(torch.equal(logits(fork), logits(alone)) for fork in forks)
+
+
+@kernels_here
+@pytest.mark.parametrize("has_fast_bf16", [False, True])
+def test_a_model_without_packed_matrices_has_its_usual_name(load: Load) -> None:
+    usual, bytes_ = (load(bits, weight_bits=None) for bits in ("16", "8"))
+    assert bytes_.decoder.executor.name == usual.decoder.executor.name
+    assert torch.equal(*(logits(after_prompt(model)) for model in (usual, bytes_)))
 
 
 @kernels_here
