@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -155,6 +156,6 @@ class LoadedModel:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The identity that snapshots are checked against. Reads all weights, once."""
-        return compute_fingerprint(
-            self.spec, self.decoder.weights, self.text.tokenizer, self.decoder.new_cache().layout
-        )
+        decoder, layout = self.decoder, self.decoder.new_cache().layout
+        fingerprint = compute_fingerprint(self.spec, decoder.weights, self.text.tokenizer, layout)
+        return replace(fingerprint, rounding=decoder.executor.rounding)

@@ -37,6 +37,7 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
 
     class ReplacedExecutor:
         row_limit = 0
+        rounding = original.rounding
 
         def forward(
             self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None

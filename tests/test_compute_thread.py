@@ -47,7 +47,7 @@ def watched(decoder: Decoder, observe: Callable[[], object]) -> Iterator[None]:
     executor = decoder.executor
 
     class Watched:
-        row_limit = executor.row_limit
+        row_limit, rounding = executor.row_limit, executor.rounding
 
         def forward(
             self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None

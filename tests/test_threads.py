@@ -48,7 +48,7 @@ def entries(decoder: Decoder) -> Iterator[list[int]]:
     executor, counts, inside = decoder.executor, list[int](), list[int]()
 
     class Slow:
-        row_limit = executor.row_limit
+        row_limit, rounding = executor.row_limit, executor.rounding
 
         def forward(
             self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None

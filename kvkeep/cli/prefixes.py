@@ -236,5 +236,5 @@ def prefix_fingerprints(model: "Model") -> "list[Fingerprint]":
     """Return the model's fingerprints in prefix caches: of `generate`, and of `batch`."""
     from kvkeep.engine.steps import StepGrid
 
-    grids = [StepGrid.for_messages(step, model.message_end_ids) for step in _BATCH_PREFILL_STEPS]
+    grids = [StepGrid.for_model(step, model) for step in _BATCH_PREFILL_STEPS]
     return [model.fingerprint, *(replace(model.fingerprint, steps=grid.name) for grid in grids)]

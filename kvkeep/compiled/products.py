@@ -84,8 +84,12 @@ class PromptProducts:
         usual_bits = 0 if self.dtype is torch.bfloat16 else 16
         return replace(self, row_bits=usual_bits) if self.row_bits == 8 else self
 
+    @property
+    def rounding(self) -> str:
+        return "rows of 8 bits" if self.row_bits == 8 else ""
+
     def __str__(self) -> str:
-        how = {0: "", 8: ", packed weights by rows of 8 bits", 16: ", packed weights as integers"}
+        how = {0: "", 8: f", packed weights by {self.rounding}", 16: ", packed weights as integers"}
         return str(self.dtype).removeprefix("torch.") + how[self.row_bits]
 
 
@@ -137,6 +141,7 @@ class ProductExecutor:
         self.kernels = kernels
         products = prompt_products()
         self._products = products if self._multiplies_packed() else products.without_bytes()
+        self.rounding = self._products.rounding
         self.name = f"torch, products by {selected_set().name}"
         if not self._products.by_torch_in_bfloat16:
             self.name += f" in {self._products}"

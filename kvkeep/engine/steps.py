@@ -8,6 +8,7 @@ reused up to the end of a step that it shares with the prompt.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.session.session import Session
 
 DEFAULT_PREFILL_STEP = 128  # tokens; small, since running generations wait for each step
@@ -27,35 +28,39 @@ class StepGrid:
     on that token and those before it: texts that share `n` tokens share all ends up to `n`.
 
     message_ends: the ids of the tokens that end a message; none for a model without a template.
+    rounding: see `Executor.rounding`.
     """
 
     prefill_step: int
     message_ends: frozenset[int] = frozenset()
+    rounding: str = ""
 
     @classmethod
     def of(cls, session: Session) -> "StepGrid":
         """Return the steps in which an engine evaluates the prompts of a session."""
-        return cls.for_messages(session.prefill_step, session.core.model.message_end_ids)
+        return cls.for_model(session.prefill_step, session.core.model)
 
     @classmethod
-    def for_messages(cls, prefill_step: int, message_ends: frozenset[int]) -> "StepGrid":
+    def for_model(cls, prefill_step: int, model: LoadedModel) -> "StepGrid":
         """Return the steps of prompts that may have messages.
 
         Steps that are larger than the default are for speed: they do not end with messages.
         """
         has_short_steps = prefill_step <= DEFAULT_PREFILL_STEP
-        return cls(prefill_step, message_ends if has_short_steps else frozenset())
+        message_ends = model.message_end_ids if has_short_steps else frozenset[int]()
+        return cls(prefill_step, message_ends, model.decoder.executor.rounding)
 
     @property
     def name(self) -> str:
-        """The rule of the ends, apart from the text; cells of other steps differ by rounding."""
+        """The rule of the ends, apart from the text, and the rounding: other cells differ by it."""
         step = self.prefill_step
         if prefill_step_at(step, step * _FULL_SIZE_STEPS) != step:
             step_name = f"{step} halved after {_FULL_SIZE_STEPS}"
         else:
             step_name = f"{step}"
         ends = ",".join(map(str, sorted(self.message_ends)))
-        return f"{step_name}, messages of {MIN_MESSAGE_STEP} to {ends}" if ends else step_name
+        messages = f"messages of {MIN_MESSAGE_STEP} to {ends}" if ends else ""
+        return ", ".join(filter(None, (step_name, messages, self.rounding)))
 
     def next_end(self, tokens: Sequence[int], start: int) -> int:
         """Return the first end after token `start`, which may be beyond the last token."""

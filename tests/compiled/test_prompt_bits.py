@@ -1,12 +1,16 @@
 """Models whose prompts are multiplied by rows of 8 bits: KVKEEP_PROMPT_BITS=8."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from available_sets import sets_here
+from blake3 import blake3
+from engine.workload import Create, Fork, Request
 from packed_model import packed_model, spec_of, spec_with_states
 from torch import Tensor
 
@@ -16,6 +20,7 @@ from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.compiled.matrices import MAX_KERNEL_ROWS
 from kvkeep.compiled.products import ProductExecutor, prompt_products
+from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
@@ -26,7 +31,7 @@ from kvkeep.models.weights.packing import MatrixBits, as_tensor
 from kvkeep.session.session import Session
 from kvkeep.storage.objects.folder import FolderObjectStore
 from kvkeep.storage.prefixes.shared import SharedPrefixCache
-from kvkeep.storage.prefixes.store import BLOCK_TOKENS
+from kvkeep.storage.prefixes.store import BLOCK_TOKENS, PrefixStore
 
 kernels_here = pytest.mark.skipif(kernel_library() is None, reason="no compiled kernels here")
 
@@ -184,6 +189,55 @@ def test_a_shared_prefix_cache_keeps_cells_of_both_apart(load: Load, tmp_path: P
         *(0, 0),
         *(BLOCK_TOKENS, BLOCK_TOKENS),
     ]
+
+
+@kernels_here
+def test_a_local_prefix_cache_keeps_cells_of_both_apart(load: Load, tmp_path: Path) -> None:
+    prompt = (PROMPT * 4)[: BLOCK_TOKENS + 4]
+    usual, bytes_ = load("16"), load("8")
+    for first, second in ((usual, bytes_), (bytes_, usual)):
+        store = PrefixStore(tmp_path / first.decoder.executor.name)
+        counts = [
+            model.session(store=store).feed(prompt).reused
+            for model in (first, second, second, first)
+        ]
+        assert counts == [0, 0, BLOCK_TOKENS, BLOCK_TOKENS]
+
+
+@kernels_here
+@pytest.mark.parametrize("place", ["stores", "folder"])
+@pytest.mark.parametrize("bits", [("16", "8"), ("8", "16")], ids=str)
+def test_an_engine_keeps_cells_of_both_apart(
+    load: Load, place: str, bits: tuple[str, str], tmp_path: Path
+) -> None:
+    """Those of its prefix store, and of a saved session for texts that begin like its own."""
+    first, second = map(load, bits)
+    texts = [(*(PROMPT * 5)[:300], *[i] * 20) for i in (7, 8, 9)]
+
+    def reused(model: Model, text: tuple[int, ...], is_first: bool = False) -> int:
+        with Engine(model, settings={"max_kv_size": 2048}, **{place: tmp_path}) as engine:
+            if place == "folder" and not is_first:
+                Fork("a", None, f"b{text[-1]}").do(engine)  # which loads it
+            elif place == "folder":
+                Create("a", ()).do(engine)
+            name = "a" if place == "folder" and is_first else None
+            (result,) = Request(text, 2, session=name).do(engine)
+            return result.reuse.tokens
+
+    assert reused(first, texts[0], is_first=True) == 0
+    assert [
+        reused(model, text) for model, text in zip((second, first), texts[1:3], strict=True)
+    ] == [0, 256]
+
+
+@kernels_here
+def test_snapshots_and_default_prefixes_keep_their_fingerprint(load: Load) -> None:
+    usual, bytes_ = load("16").fingerprint, load("8").fingerprint
+    assert usual.to_dict() == bytes_.to_dict()
+    assert usual.digest() == replace(bytes_, rounding="").digest() != bytes_.digest()
+    assert (
+        usual.digest() == blake3(json.dumps(usual.to_dict(), sort_keys=True).encode()).hexdigest()
+    )
 
 
 @pytest.mark.parametrize(

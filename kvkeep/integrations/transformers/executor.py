@@ -47,6 +47,7 @@ class TransformersExecutor:
 
     name = "transformers"
     row_limit = 0
+    rounding = ""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

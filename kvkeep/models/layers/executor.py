@@ -27,10 +27,13 @@ class Executor(Protocol):
     name: identifies how it computes; executors differ in where they round.
     row_limit: the most tokens of one cache that it evaluates as rows (`row_steps`), each to
         the bit as if it were alone; 0 if it does not.
+    rounding: how it rounds a prompt's rows on request ("rows of 8 bits"), so that caches keep cells
+        apart; "" if not.
     """
 
     name: str
     row_limit: int
+    rounding: str
 
     def forward(self, tokens: Tensor, step: AnyStep, input_norms: Tensor | None = None) -> Tensor:
         """Evaluate `tokens: [n]` into the step; return their final hidden states.
@@ -71,6 +74,7 @@ class TorchExecutor:
 
     name = "torch"
     row_limit = 0
+    rounding = ""
 
     def __init__(self, network: Network):
         self._network = network

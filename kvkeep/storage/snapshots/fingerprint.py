@@ -36,15 +36,19 @@ class Fingerprint:
     layout: str  # not a digest: the numbers of layers and KV heads, and the width of a head
     # Not a digest: the prefill steps in which an engine evaluates prompts, in its prefix caches.
     steps: str = ""
+    # Not a digest, and not saved: `Executor.rounding`, by which prefix caches keep cells apart.
+    rounding: str = ""
     legacy_tokenizer: str = field(default="", repr=False, compare=False)  # as version 0.1 made it
 
     def to_dict(self) -> dict[str, str]:
-        left_out = {"legacy_tokenizer"} if self.steps else {"legacy_tokenizer", "steps"}
+        """Return the fields that are saved in files."""
+        left_out = {"rounding", "legacy_tokenizer", *(() if self.steps else ("steps",))}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def digest(self) -> str:
-        """Return one hex digest of all saved fields."""
-        return _digest(self.to_dict())
+        """Return one hex digest of all saved fields, and of the rounding if there is one."""
+        rounding = {"rounding": self.rounding} if self.rounding else {}
+        return _digest(self.to_dict() | rounding)
 
     def matches_cells(self, cells: Tensor) -> bool:
         """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout.
