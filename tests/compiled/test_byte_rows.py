@@ -1,4 +1,4 @@
-"""Products of a prompt's rows of 8 bits, which KVKEEP_PROMPT_BITS=8 asks for."""
+"""Products of a prompt's rows of 8 bits, as with KVKEEP_PROMPT_BITS=8."""
 
 from typing import Any
 
@@ -85,7 +85,8 @@ def test_rows_are_rounded_relative_to_the_greatest_of_each_group(kind: str) -> N
     sizes = 2.0 ** torch.randint(-30, 30, (9, columns), generator=torch.Generator().manual_seed(5))
     x = (inputs(9, columns).float() * sizes).bfloat16()
     # Zeros, and numbers near both ends of those that floats can represent.
-    x[1], x[2, :40], x[3], x[4] = 0, 0, x[3] * 2.0**-110, inputs(9, columns)[4] * 2.0**100
+    x[1], x[2, :40], x[3] = 0, 0, x[3] * 2.0**-100 * 2.0**-30
+    x[4] = inputs(9, columns)[4] * 2.0**100
     x[5, ::2], x[6, 32:] = 2.0**-133, 2.0**-126
     actual = many_rows(one.matrix(), x, threads=1, row_bits=8).double()
     expected = x.double() @ one.values.double().T
@@ -93,6 +94,8 @@ def test_rows_are_rounded_relative_to_the_greatest_of_each_group(kind: str) -> N
     slack = (groups.amax(-1) / 253) @ weights.sum(-1).T
     size = x.double().abs() @ one.values.double().abs().T
     assert ((actual - expected).abs() <= slack + 2**-8 * size + 1e-30).all()
+    assert 0 < x[3].abs().max() < 1e-30  # so the row is compared without that slack, too
+    assert ((actual - expected)[3].abs() <= slack[3] + 2**-8 * size[3] + 2**-126).all()
     assert not actual[1].any()
 
 
