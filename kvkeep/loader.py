@@ -57,7 +57,7 @@ def load_model(
         weights: the format in which a decode step reads them: "bf16", "int8" or "int4". Weights
             of another format are unpacked or rounded. None for that of the model's file: packed
             matrices of a GGUF file are then held in no other form. Prompts are multiplied by
-            weights in `dtype` in any case.
+            weights in `dtype`, or as integers where that is faster.
         progress: show progress bars on standard error.
 
     Warns with SlowPathWarning, once per process, if another processor, or kernels that were not
@@ -65,9 +65,10 @@ def load_model(
 
     Raises ModelNotFound, BadModelFile and UnsupportedModel, and InvalidArgument for an unknown
     dtype, a device that is not there, packed weights without compiled kernels for them, or a
-    wrong value of an environment variable that selects kernels.
+    wrong value of an environment variable that selects kernels or the bits of prompts' rows.
     """
     name = str(validation.path("model", model))
+    prompt_row_bits()  # a wrong value is refused before anything is fetched
     prefix, source = split_prefix(name)
     if prefix:
         if weights is not None:
@@ -78,7 +79,6 @@ def load_model(
         return _load_by_transformers(name, source, dtype, device, progress)
     dtype = validation.one_of("dtype", dtype, DTYPES)
     limit_torch_threads()
-    prompt_row_bits()  # a wrong value is refused before anything is fetched
     torch_device, progress = resolve_device(device), validation.flag("progress", progress)
     folder = resolve(name, progress)
     spec = read_spec(folder)

@@ -264,11 +264,12 @@ def test_the_products_of_each_set(
     assert str(prompt_products()) == expected.replace(f", {BYTES}", usual)
 
 
+@pytest.mark.parametrize("name", ["no-owner/no-model", "transformers:/no/folder"])
 @pytest.mark.parametrize("text", ["7", "08", "int8", " 8"])
 def test_another_value_is_refused_before_anything_is_loaded(
-    text: str, monkeypatch: pytest.MonkeyPatch
+    text: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_PROMPT_BITS", text)
     message = f"KVKEEP_PROMPT_BITS must be 8 or 16; found '{text}'"
     with pytest.raises(InvalidArgument, match=message):
-        kvkeep.load_model("no-owner/no-model")
+        kvkeep.load_model(name)
