@@ -16,7 +16,7 @@ from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.compiled.products import prompt_products, prompt_row_bits, unavailable_reason
 from kvkeep.errors import KvkeepError
 from kvkeep.loader import load_model
-from kvkeep.model_facts import model_facts
+from kvkeep.model_facts import ModelFacts, model_facts
 from kvkeep.runtime.cpu import THREAD_VARIABLES, cpu_quota, limit_torch_threads, num_cores
 from kvkeep.types import DtypeName, WeightFormat
 from kvkeep.version import __version__
@@ -128,19 +128,13 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
     prompt_row_bits()  # refused here, and not as a reason against the model
     kernels = _describe_kernels()
     limit_torch_threads()
-    facts, model, no_model = None, None, ""
+    facts, no_model = None, ""
     try:
         facts = model_facts(name, dtype, weights)
     except KvkeepError as error:
         no_model = str(error)
     memory = _measure_memory(facts.bytes_per_token if facts else _DEFAULT_READ_BYTES)
-    if facts:
-        max_speed = memory.read_per_s / facts.bytes_per_token
-        measured_speed = _measure_decode(name, dtype, weights) if measure else None
-        speed = (facts.bytes_per_token, max_speed, measured_speed)
-        model = ModelSpeed(
-            facts.name, facts.decode, *speed, facts.state_bytes, facts.checkpoint_bytes
-        )
+    measured_speed = _measure_decode(name, dtype, weights) if facts and measure else None
     load_average = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     gpu_indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Findings(
@@ -159,9 +153,15 @@ def examine(name: str, dtype: DtypeName, weights: WeightFormat | None, measure: 
         memory=memory,
         torch=_describe_torch(),
         cuda=CudaFacts(torch.version.cuda, tuple(map(torch.cuda.get_device_name, gpu_indices))),
-        model=model,
+        model=_model_speed(facts, memory.read_per_s, measured_speed) if facts else None,
         no_model=no_model,
     )
+
+
+def _model_speed(facts: ModelFacts, read_per_s: float, measured: float | None) -> ModelSpeed:
+    max_speed = read_per_s / facts.bytes_per_token
+    speed = (facts.bytes_per_token, max_speed, measured)
+    return ModelSpeed(facts.name, facts.decode, *speed, facts.state_bytes, facts.checkpoint_bytes)
 
 
 def _measure_decode(name: str, dtype: DtypeName, weights: WeightFormat | None) -> float:

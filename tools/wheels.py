@@ -127,7 +127,8 @@ def require_decoding(wheel: Path, folder: Path) -> None:
     """Install the wheel without a compiler; exit unless compiled kernels decode."""
     venv.create(folder, with_pip=True)
     environment = {**os.environ, "PATH": str(folder / "bin"), "KVKEEP_HOME": str(folder / "home")}
-    for name in ("PYTHONPATH", "KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS"):
+    variables = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "KVKEEP_PROMPT_BITS")
+    for name in ("PYTHONPATH", *variables):
         environment.pop(name, None)
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
     pip += ["--constraint", ROOT / "constraints.txt"]

@@ -1,7 +1,7 @@
 // Products of a prompt's rows with a packed matrix, as integers, by tiles of rows.
 //
-// Codes are unpacked once for many rows. A kernel says how they and the rows are represented, and
-// how they multiply; it is a type with
+// Codes are unpacked once for many rows. A kernel is the representation of codes and rows, with their
+// product: a type with
 //
 //   Format          a PackedFormat
 //   kCodes, kWords  how many registers the codes of a group take, and how many words its row
