@@ -1,6 +1,6 @@
 // Products of a prompt's rows with a packed matrix, as integers, by tiles of rows.
 //
-// Codes are unpacked once for many rows. A kernel is the representation of codes and rows, with their
+// Codes are unpacked once for many rows. A kernel is a representation of codes and rows, with their
 // product: a type with
 //
 //   Format          a PackedFormat
