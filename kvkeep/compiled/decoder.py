@@ -110,8 +110,8 @@ class CompiledExecutor(ProductExecutor):
         self._decode_model = describe_model(spec, self.operands, sampled=True)
         self._prompt_model = describe_model(spec, self.operands, sampled=False)
         self.name = f"compiled {selected_set().name}"
-        if not self._products.by_torch_in_bfloat16:
-            self.name += f", prompts in {self._products}"
+        if not self.products.by_torch_in_bfloat16:
+            self.name += f", prompts in {self.products}"
         # The seconds of decode steps in each of PHASES; None if they are not measured.
         self.seconds: ctypes.Array[ctypes.c_double] | None = None
 

@@ -141,11 +141,11 @@ class ProductExecutor:
         assert kernels is not None, "the reason against this executor must be empty"
         self.kernels = kernels
         products = prompt_products()
-        self._products = products if self._multiplies_packed() else products.without_bytes()
-        self.rounding = self._products.rounding
+        self.products = products if self._multiplies_packed() else products.without_bytes()
+        self.rounding = self.products.rounding
         self.name = f"torch, products by {selected_set().name}"
-        if not self._products.by_torch_in_bfloat16:
-            self.name += f" in {self._products}"
+        if not self.products.by_torch_in_bfloat16:
+            self.name += f" in {self.products}"
         self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
         self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
 
@@ -160,9 +160,9 @@ class ProductExecutor:
     @cached_property
     def _group_network(self) -> Network:
         """The network of a group's decode steps, whose rows are never bytes, however many."""
-        if self._products.row_bits != 8:
+        if self.products.row_bits != 8:
             return self.network
-        row_bits = self._products.without_bytes().row_bits
+        row_bits = self.products.without_bytes().row_bits
         linears = {name: replace(x, _row_bits=row_bits) for name, x in self._linears.items()}
         return Network(self.spec, self.operands.tensors | self._routers(), linears)
 
@@ -183,7 +183,7 @@ class ProductExecutor:
         """
         tensors = self.operands.tensors
         names = [name for name in self.operands.shapes if name not in tensors]
-        if self._products.dtype is not torch.bfloat16:
+        if self.products.dtype is not torch.bfloat16:
             layer_matrices = set(matrix_shapes(self.spec)) - {LM_HEAD}
             names += [x for x in layer_matrices if x in tensors and not is_router(x)]
         return names
@@ -200,7 +200,7 @@ class ProductExecutor:
         bias = self.operands.tensors.get(name.removesuffix("weight") + "bias")
         weight = self.operands.weight(name, sampled=False)
         matrix = self.operands.describe_matrix(name, sampled=False, rounded=True)
-        dtype, row_bits = self._products.dtype, self._products.row_bits
+        dtype, row_bits = self.products.dtype, self.products.row_bits
         return PackedLinear(self.kernels, matrix, bias, weight, dtype, row_bits)
 
     def matrix_bytes(self) -> dict[str, int]:
