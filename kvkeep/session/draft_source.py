@@ -49,7 +49,7 @@ class DraftSource:
 
         Returns None if there is no source.
         """
-        end = self._follow(next_token)
+        follows = (end := self._follow(next_token)) is not None
         if end is None:
             end = self._look_up(next_token)
         if end is None and self._next is not None:
@@ -57,6 +57,10 @@ class DraftSource:
         if end is None:
             return None
         matched = self._index.count_matched(end, next_token)
+        if follows:
+            self._longest = max(self._longest, matched)
+            if matched >= MATCH_TOKENS:
+                self._mismatches = 0
         following = self._index.tokens[end : end + max_tokens].tolist()
         if matched and len(following) < max_tokens:  # the text goes round
             period = [*following, next_token]
@@ -74,10 +78,6 @@ class DraftSource:
             if self._mismatches > _MAX_MISMATCHES or self._longest < _LASTING_RUN:
                 self._next = None
             return None
-        matched = self._index.count_matched(self._next + 1, next_token)
-        self._longest = max(self._longest, matched)
-        if matched >= MATCH_TOKENS:
-            self._mismatches = 0
         return self._next + 1
 
     def _look_up(self, next_token: int) -> int | None:
