@@ -87,6 +87,7 @@ class PromptProducts:
 
     @property
     def rounding(self) -> str:
+        """How rows are rounded on request, as `Executor.rounding`; "" if they are not."""
         return "rows of 8 bits" if self.row_bits == 8 else ""
 
     def __str__(self) -> str:
@@ -147,7 +148,8 @@ class ProductExecutor:
         if not self.products.by_torch_in_bfloat16:
             self.name += f" in {self.products}"
         self._linears = {name: self._packed_linear(name) for name in self._linear_names()}
-        self.network = Network(spec, self.operands.tensors | self._routers(), self._linears)
+        self._tensors = self.operands.tensors | self._routers()
+        self.network = Network(spec, self._tensors, self._linears)
 
     @cached_property
     def state_mixer(self) -> KernelMixer | None:
@@ -164,7 +166,7 @@ class ProductExecutor:
             return self.network
         row_bits = self.products.without_bytes().row_bits
         linears = {name: replace(x, _row_bits=row_bits) for name, x in self._linears.items()}
-        return Network(self.spec, self.operands.tensors | self._routers(), linears)
+        return Network(self.spec, self._tensors, linears)
 
     @cached_property
     def _head(self) -> CMatrix:
