@@ -19,6 +19,7 @@ from speculation_cases import (
 )
 from test_small_steps import EXACT, KINDS, PROMPT, SETTINGS, model_of, require_same_bits
 
+from benchmarks.speculation import Written
 from kvkeep import Sampling
 from kvkeep.compiled.binding import kernel_library
 from kvkeep.compiled.decoder import MAX_ROWS
@@ -28,7 +29,7 @@ from kvkeep.session.drafts import Acceptance, Draft, DraftPlanner, ForwardTime, 
 from kvkeep.session.history import History
 from kvkeep.session.ngram_index import INDEXED_TOKENS
 from kvkeep.session.session import Session
-from kvkeep.session.speculation import Speculation
+from kvkeep.session.speculation import Speculation, sample_runs
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from tests.examples import examples
 
@@ -143,6 +144,70 @@ def test_the_default_model_repeats_a_text_in_fewer_forwards(smollm2: Model) -> N
     assert sessions[1].speculated == (0, 0)
 
 
+def count_searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the searches for drafts from now on; returns the sampled token of each."""
+    searches, draft = list[int](), DraftSource.draft
+
+    def counted(source: DraftSource, next_token: int, max_tokens: int) -> Draft | None:
+        searches.append(next_token)
+        return draft(source, next_token, max_tokens)
+
+    monkeypatch.setattr(DraftSource, "draft", counted)
+    return searches
+
+
+def test_a_text_that_repeats_nothing_is_searched_in_one_step_of_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches, session = count_searches(monkeypatch), model_of("llama").session()
+    session.feed(PROMPT[:100])
+    answer = [251 - (7 * i) % 250 for i in range(80)]
+    sampling = Sampling(constraint=Written([*answer, *PROMPT[20:80]]))
+    for _ in session.stream(80, sampling, ignore_eos=True):
+        pass
+    assert 16 + 60 // 4 <= len(searches) <= 16 + 80 // 4
+    for _ in session.stream(60, sampling, ignore_eos=True):
+        pass
+    assert session.speculated[0] > 40
+    assert session.tokens[-60:] == PROMPT[20:80]
+
+
+def test_sessions_of_a_group_are_searched_in_the_same_steps() -> None:
+    """One without a draft would wait for the drafts of others, which therefore are not tried."""
+    model, group = model_of("llama"), list[Speculation]()
+    for number in range(4):
+        answer = [*[251 - (7 * i) % 250 for i in range(19 + number)], *PROMPT[20:80]]
+        session = model.session()
+        session.feed(PROMPT[:100])
+        sampling = Sampling(constraint=Written(answer))
+        group.append(Speculation(session.core, sampling, lambda token: False))
+        for _ in range(19 + number):
+            sample_runs(group[-1:], [1], DraftPlanner())
+    assert sorted(each.rests for each in group) == [False, True, True, True]
+    planner, steps = DraftPlanner(0.05), 0
+    while not any(each.sampling.complete for each in group):
+        left = [100 + 19 + n + 60 - len(each.core.memory.tokens) for n, each in enumerate(group)]
+        sample_runs(group, left, planner)
+        steps += 1
+    assert steps < 30
+
+
+def test_tokens_that_were_fed_between_steps_are_searched() -> None:
+    session, fed = model_of("llama").session(), Random(0).sample(range(1, 251), 100)
+    session.feed(PROMPT[:100])
+    sampling = Sampling(constraint=Written([*Random(1).sample(range(1, 251), 40), *fed]))
+    speculation, planner = Speculation(session.core, sampling, lambda token: False), DraftPlanner()
+    while len(session.tokens) < 117:
+        sample_runs([speculation], [9], planner)
+    assert speculation.rests
+    session.feed(fed)
+    steps = 0
+    while not sampling.complete:
+        sample_runs([speculation], [340 - len(session.tokens)], planner)
+        steps += 1
+    assert steps < 23 + 50
+
+
 def test_of_a_long_text_the_newest_tokens_are_indexed() -> None:
     session = model_of("dense").session(64)
     session.feed(PROMPT[:20])
@@ -167,7 +232,7 @@ def test_drafts_that_are_never_right_are_tried_ever_more_rarely() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 3, 6, 12]), st.integers(0, 15)), max_size=300))
-def test_wrong_drafts_cost_a_hundredth_of_the_time_and_one_forward(
+def test_wrong_drafts_cost_half_a_hundredth_of_the_time_and_one_forward(
     steps: list[tuple[int, int]],
 ) -> None:
     planner, acceptance = DraftPlanner(), Acceptance()
@@ -178,7 +243,7 @@ def test_wrong_drafts_cost_a_hundredth_of_the_time_and_one_forward(
         accepted = min(tried, right)
         acceptance.learn(draft, tried, accepted, cost)
         time, tokens = time + 1 + cost * tried, tokens + 1 + accepted
-        assert time <= 1.01 * tokens + 1 + 1e-6
+        assert time <= 1.005 * tokens + 1 + 1e-6
 
 
 def test_the_cost_of_a_row_is_measured() -> None:

@@ -175,6 +175,7 @@ def _sampled_runs(
         (run,) = sample_runs([speculation], [left], planner)
         run.require_followed()
         tokens = run.tokens
+        del run  # its logits
         left -= len(tokens)
         yield tokens
 

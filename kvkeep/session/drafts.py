@@ -16,7 +16,7 @@ _PRIOR_ROWS = 4  # that were measured count as much as that assumption
 _COST_WEIGHT = 0.05  # the least of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
 _MATCH_STEPS = (1, MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
-_FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.01, 16.0  # see `Acceptance`
+_FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.005, 16.0  # see `Acceptance`
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Acceptance:
     6 to 11, and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or
     1 for all. Without a gain now, a draft is tried again after a pause that doubles each time.
 
-    Wrong drafts cannot make a text slower than by a hundredth, and one forward: rows are paid from
+    Wrong drafts cannot make a text slower than by 0.5%, and one forward: rows are paid from
     a credit, to which accepted tokens and a small part of each token are added. With a row that
     costs 0.2 of a forward, the first draft has at most 5 tokens; if all are accepted, the credit is
-    1 - 5 * 0.2 + 5 + 0.06 = 5.06, for 25 rows.
+    1 - 5 * 0.2 + 5 + 0.03 = 5.03, for 25 rows.
 
     pace: the average number of tokens of a step. credit: what drafts may cost from now on, in the
     time of forwards of one row.

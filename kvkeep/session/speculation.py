@@ -31,6 +31,9 @@ from kvkeep.session.stop_gate import ReasoningMarkers
 from kvkeep.session.streaming import TextStream
 
 _MAX_ROWS = 64  # of a forward, unless it has more sessions
+# Steps without an accepted draft, after which drafts are looked for in one step of four: text that
+# repeats nothing must not wait for that, and text that begins to does so for many tokens.
+_PATIENCE, _REST = 16, 4
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,24 @@ class Speculation:
         self._ends_after, self._drafts = ends_after, drafts
         self._source: DraftSource | None = None
         self._indexed_tokens = core.memory.tokens
+        self._new_tokens = list[int]()  # that the source has not taken yet
+        self._fruitless_steps = 0  # since a draft was accepted
 
-    def draft(self, first: int, max_tokens: int) -> Draft | None:
-        """Return a draft of the tokens after `first`, which is sampled. max_tokens: with it."""
+    def draft(self, first: int, max_tokens: int, looks: bool = True) -> Draft | None:
+        """Return a draft of the tokens after `first`, which is sampled.
+
+        max_tokens: with it. looks: whether to look for one in this step; see `rests`.
+        """
         memory = self.core.memory
-        if not self._drafts or min(max_tokens, memory.decoder.executor.row_limit) < 2:
+        if memory.tokens is not self._indexed_tokens:  # the session was changed meanwhile
+            self._source = None
+        if not (looks and self._drafts) or min(max_tokens, memory.decoder.executor.row_limit) < 2:
             return None
-        if self._source is None or memory.tokens is not self._indexed_tokens:
-            # Also if the session was changed meanwhile.
+        if self._source is None:
             self._source = DraftSource(memory.tokens.last(INDEXED_TOKENS))
+        else:
+            self._source.extend(self._new_tokens)
+        self._new_tokens.clear()
         if (found := self._source.draft(first, _MAX_ROWS)) is None:
             return None
         limit = _row_limit(memory, max_tokens) - 1  # counts cells: only where there is a draft
@@ -136,13 +148,25 @@ class Speculation:
         """
         self.has_lost_step = False
         if self._source is not None:
-            self._source.extend(tokens)
+            self._new_tokens += tokens
             self._indexed_tokens = self.core.memory.tokens
         accepted, counts = len(tokens) - 1, self.counts
+        self._fruitless_steps = 0 if accepted else self._fruitless_steps + 1
         self.acceptance.learn(draft, tried, accepted, cost)
         if tried:
             self.counts = DraftCounts(counts.drafted + tried, counts.accepted + accepted)
             self.core.drafts = self.counts
+
+    @property
+    def rests(self) -> bool:
+        """Whether to look for no draft in the next step, unless another session of it does.
+
+        All sessions of a step look together: the drafts of one are tried only if those that would
+        wait for its rows have drafts too.
+        """
+        if not self._drafts:
+            return True
+        return self._fruitless_steps >= _PATIENCE and self._fruitless_steps % _REST != 0
 
     def _without_answer_end(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens before one with which an answer may end, if layers keep states.
@@ -209,24 +233,29 @@ def _sample_runs(
             for (each, state), logits in sampled
         ]
         wanted = zip(speculations, firsts, max_tokens, strict=True)
-        drafts = [each.draft(first, limit) for each, first, limit in wanted]
-        lengths = [0] * len(drafts)
+        looks = not all(each.rests for each in speculations)
+        drafts = [each.draft(first, limit, looks) for each, first, limit in wanted]
+        rows: Sequence[list[int]] = [[first] for first in firsts]
         if any(drafts):
             offers = [Offer(d, s.acceptance) for s, d in zip(speculations, drafts, strict=True)]
             lengths = planner.choose(offers, max(0, _MAX_ROWS - len(offers)))
-        rows = [
-            [first, *(draft.tokens[:length] if draft else ())]
-            for first, draft, length in zip(firsts, drafts, lengths, strict=True)
-        ]
+            for row, draft, length in zip(rows, drafts, lengths, strict=True):
+                row += draft.tokens[:length] if draft else ()
         for (each, state), first in zip(members, firsts, strict=True):
             model, stop = each.core.model, each.sampling.stop
             keep_answer_end(state.memory, model.text, first, model.end_token_ids, stop)
         started = time.perf_counter()
-        tried, runs = _evaluate(members, rows, all_logits)
+        if all(len(row) == 1 for row in rows):
+            append_sampled([state.memory for state in states], firsts, grouped=len(states) > 1)
+            tried: Sequence[Sequence[int]] = rows
+            runs = [SampledRun(*run) for run in zip(rows, zip(all_logits), strict=True)]
+        else:
+            tried, runs = _evaluate(members, rows, all_logits)
         seconds = time.perf_counter() - started
-    num_rows = sum(map(len, tried))
-    acceptances = [each.acceptance for each in speculations]
-    planner.learn(acceptances, num_rows, num_rows - len(tried), seconds)
+    if looks:
+        num_rows = sum(map(len, tried))
+        acceptances = [each.acceptance for each in speculations]
+        planner.learn(acceptances, num_rows, num_rows - len(tried), seconds)
     cost = planner.cost.value
     for index, (each, draft, chunk) in enumerate(zip(speculations, drafts, tried, strict=True)):
         tokens = runs[index].tokens
@@ -258,11 +287,6 @@ def _evaluate(
     Returns the rows that were evaluated, which may be fewer, and the sampled tokens.
     """
     memories = [state.memory for _, state in members]
-    if all(len(chunk) == 1 for chunk in rows):
-        tokens = [chunk[0] for chunk in rows]
-        append_sampled(memories, tokens, grouped=len(memories) > 1)
-        firsts = zip(tokens, all_logits, strict=True)
-        return rows, [SampledRun([token], [logits]) for token, logits in firsts]
     pairs = zip(memories, rows, strict=True)
     rows = [chunk[: each.policy.open(each.cache, len(chunk))] for each, chunk in pairs]
     decoder, device = memories[0].decoder, memories[0].cache.layout.device
