@@ -48,8 +48,9 @@ class Figure:
 def measure(checkout: Path) -> dict[str, float]:
     """Run `one_checkout.py` on a checkout in a new process; return its figures by name."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
+    # -P: modules of this folder must not hide those of Python, such as `trace`.
     process = subprocess.run(
-        [sys.executable, str(WORKER)], env=environment, capture_output=True, text=True
+        [sys.executable, "-P", str(WORKER)], env=environment, capture_output=True, text=True
     )
     if process.returncode:
         raise InvalidArgument(f"{checkout} cannot be measured: {process.stderr.strip()[-400:]}")

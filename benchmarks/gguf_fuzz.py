@@ -55,6 +55,8 @@ class Llama:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [self._python, str(_WORKER)],
+                # Modules of this folder must not hide those of Python, such as `trace`.
+                env=os.environ | {"PYTHONSAFEPATH": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log.open("w"),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.against import HERE, Figure, compare_rounds, main, result_json, table
+from benchmarks.against import HERE, Figure, compare_rounds, main, measure, result_json, table
+from kvkeep.model import Model
 from kvkeep.storage.files.atomic import write_json
 
 
@@ -33,3 +34,9 @@ def test_comparing_a_checkout_with_itself_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(HERE)])
     assert result.exit_code == 2
     assert "is this checkout" in result.output
+
+
+def test_a_checkout_is_measured(smollm2: Model) -> None:
+    figures = measure(HERE)
+    assert {"prefill_tok_s", "decode_at_2048_tok_s", "save_s"} <= set(figures)
+    assert min(figures.values()) > 0
