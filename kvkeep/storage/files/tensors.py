@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.storage.files.atomic import atomic_writer
 
 ALIGNMENT = 64  # bytes: kernels read whole cache lines
-_COPIED_BYTES = 1 << 22  # of a tensor with gaps; see `contiguous_chunks`
+_COPIED_BYTES = 1 << 17  # of a tensor with gaps; see `contiguous_chunks`
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -68,7 +68,8 @@ def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str
 def contiguous_chunks(tensor: Tensor) -> Iterator[bytes]:
     """Yield a CPU tensor's bytes in order, in contiguous chunks as large as its strides allow.
 
-    A small tensor is copied into one chunk: a chunk takes as long as copying some kilobytes.
+    A small tensor is copied into one chunk: a chunk takes as long as copying some kilobytes. Larger
+    ones are not: memory for the copy takes longer to get than the copy itself.
     """
     if tensor.is_contiguous() or tensor.nbytes <= _COPIED_BYTES:
         if tensor.numel():
