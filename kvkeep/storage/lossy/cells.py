@@ -122,7 +122,8 @@ def _quantised(
         # Transposed, since integers are packed component by component.
         multiples = (encode @ rows.T).float()
         if encode.dtype != torch.float32:
-            large = multiples.abs().amax(1) > _MAX_BFLOAT16_MULTIPLE * step
+            magnitudes = torch.maximum(multiples.amax(1), -multiples.amin(1))
+            large = magnitudes > _MAX_BFLOAT16_MULTIPLE * step
             multiples[large] = group.encode.T[large].float() @ turned.reshape(count, -1).T
         multiples *= 1 / step
         energies += multiples.square().sum(0)
@@ -162,13 +163,19 @@ def decode_cells(
     require(len(coded.frames) == -(-count // BLOCK_CELLS), f"{len(coded.frames)} blocks of cells")
     shape = layout.layers, layout.kv_heads, count, layout.head_dim
     cells = torch.empty(shape, dtype=layout.dtype, device="cpu")
-    for start in range(0, count, _TILE_CELLS):
-        tile = slice(start, min(start + _TILE_CELLS, count))
-        integers = torch.empty(components, tile.stop - start, dtype=torch.int16, device="cpu")
-        first = start // BLOCK_CELLS
-        for frame, block in zip(coded.frames[first:], _blocks(integers), strict=False):
-            block.copy_(torch.from_numpy(unpack(frame, components, block.shape[1])))
-        _decode_tile(cells[:, :, tile], integers, positions[tile], basis, step, rotated)
+
+    def unpack_into(block: Tensor, frame: bytes) -> None:
+        # By numpy: torch would start a team of threads for each of these.
+        block.numpy()[:] = unpack(frame, components, block.shape[1])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as unpackers:
+        for start in range(0, count, _TILE_CELLS):
+            tile = slice(start, min(start + _TILE_CELLS, count))
+            integers = torch.empty(components, tile.stop - start, dtype=torch.int16, device="cpu")
+            frames = coded.frames[start // BLOCK_CELLS :]
+            for _ in unpackers.map(unpack_into, _blocks(integers), frames):
+                pass  # raises what one raised
+            _decode_tile(cells[:, :, tile], integers, positions[tile], basis, step, rotated)
     exact = coded.exact_cells.long()
     if len(exact):
         in_order = bool((exact.diff() > 0).all()) and 0 <= int(exact[0]) <= int(exact[-1]) < count
@@ -206,16 +213,21 @@ def _decode_tile(
 
 def _decoded_rows(integers: Tensor, group: GroupBasis, decode: Tensor) -> Tensor:
     """Return the vectors of integers `[components, n]` without the mean, in steps: `[n, width]`."""
-    integers = integers[: (count := _used_components(integers))]
+    magnitudes = torch.maximum(integers.amax(1).int(), -integers.amin(1).int())
+    count = _used_components(magnitudes)
+    integers = integers[:count]
     if decode.dtype == torch.float32:
         return integers.float().T @ decode[:count]
-    large = (integers.abs() > _MAX_BFLOAT16_MULTIPLE).any(1)
+    large = magnitudes[:count] > _MAX_BFLOAT16_MULTIPLE
     small = integers.masked_fill(large.unsqueeze(1), 0)
     rows = (small.to(decode.dtype).T @ decode[:count]).float()
     return rows.addmm_(integers[large].float().T, group.decode[:count][large].float())
 
 
-def _used_components(integers: Tensor) -> int:
-    """Return how many of the first components have all numbers that are not 0."""
-    used = integers.any(1).nonzero()
+def _used_components(magnitudes: Tensor) -> int:
+    """Return how many of the first components have all numbers that are not 0.
+
+    magnitudes: the largest of each component.
+    """
+    used = magnitudes.nonzero()
     return int(used[-1]) + 1 if len(used) else 0
