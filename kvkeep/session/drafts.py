@@ -67,7 +67,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.pace, self.credit = 1.0, _FIRST_CREDIT
-        self._rates = [0.5, 0.5, 0.6, 0.75, 0.85]
+        self._rates = [0.3, 0.3, 0.45, 0.75, 0.85]
         self._pauses, self._waits = [1] * 5, [0] * 5
 
     def rate(self, draft: Draft) -> float:
