@@ -88,7 +88,7 @@ def test_a_draft_of_them_is_not_accepted(
         session.feed(PROMPT)
     list(expected.stream(COUNT, sampling, ignore_eos=True))
     draft = Draft([likely] * 3, matched=3)
-    monkeypatch.setattr(Speculation, "draft", lambda self, first, max_tokens: draft)
+    monkeypatch.setattr(Speculation, "draft", lambda *_: draft)
     monkeypatch.setattr(DraftPlanner, "choose", whole_drafts)
     list(speculating.stream(COUNT, sampling, ignore_eos=True, speculate=True))
     accepted, drafted = speculating.speculated
