@@ -6,7 +6,7 @@ from kvkeep.session.drafts import Draft
 from kvkeep.session.ngram_index import MATCH_TOKENS, NgramIndex
 
 _TOKENS_BEFORE, _TOKENS_AFTER = 8, 16  # of the source, looked through after a mismatch
-_MAX_MISMATCHES = 4  # steps without a common run; with one more a source is given up
+_MAX_MISMATCHES = 4  # searches without a common run; with one more a source is given up
 _LASTING_RUN = 8  # the longest common run of a source that outlasts a mismatch, at least
 _BETTER_RUN = 12  # of another place, for which a source that does not match is left
 

@@ -16,6 +16,10 @@ _PRIOR_ROWS = 4  # that were measured count as much as that assumption
 _COST_WEIGHT = 0.05  # the least of a new forward, in averages
 _WORTH_TRYING = 1.03  # the least expected gain
 _MATCH_STEPS = (1, MATCH_TOKENS, 2 * MATCH_TOKENS, 4 * MATCH_TOKENS)  # between kinds of drafts
+# Steps without an accepted draft, after which drafts are looked for in one step of four. Looking
+# takes time that is wasted on text that repeats nothing; text that begins to repeat usually goes on
+# for many tokens, so that finding it up to three steps later costs little.
+_PATIENCE, _REST = 16, 4
 _FIRST_CREDIT, _CREDIT_PER_TOKEN, _MAX_CREDIT = 1.0, 0.005, 16.0  # see `Acceptance`
 
 
@@ -172,6 +176,18 @@ class DraftPlanner:
         self.max_delay = max_delay
         self.cost = cost or RowCost()
         self._time, self._sessions = ForwardTime(self.cost), tuple[Acceptance, ...]()
+        self._num_steps = 0
+
+    def looks(self, fruitless_steps: Sequence[int | None]) -> bool:
+        """Return whether to look for drafts in the next step, for all of its sessions.
+
+        They look together: drafts of one are usually tried only if those that would wait for its
+        rows have drafts, too. fruitless_steps: of each, since it accepted a draft; None for one
+        that tries none.
+        """
+        self._num_steps += 1
+        counts = [count for count in fruitless_steps if count is not None]
+        return bool(counts) and (min(counts) < _PATIENCE or self._num_steps % _REST == 0)
 
     def choose(self, offers: Sequence[Offer], max_drafted: int) -> list[int]:
         """Return how many tokens of each draft to try. max_drafted: of all together, at most."""

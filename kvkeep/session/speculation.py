@@ -31,9 +31,6 @@ from kvkeep.session.stop_gate import ReasoningMarkers
 from kvkeep.session.streaming import TextStream
 
 _MAX_ROWS = 64  # of a forward, unless it has more sessions
-# Steps without an accepted draft, after which drafts are looked for in one step of four: text that
-# repeats nothing must not wait for that, and text that begins to does so for many tokens.
-_PATIENCE, _REST = 16, 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Speculation:
     def draft(self, first: int, max_tokens: int, looks: bool = True) -> Draft | None:
         """Return a draft of the tokens after `first`, which is sampled.
 
-        max_tokens: with it. looks: whether to look for one in this step; see `rests`.
+        max_tokens: with it. looks: whether to look for one; see `DraftPlanner.looks`.
         """
         memory = self.core.memory
         if memory.tokens is not self._indexed_tokens:  # the session was changed meanwhile
@@ -158,15 +155,9 @@ class Speculation:
             self.core.drafts = self.counts
 
     @property
-    def rests(self) -> bool:
-        """Whether to look for no draft in the next step, unless another session of it does.
-
-        All sessions of a step look together: the drafts of one are tried only if those that would
-        wait for its rows have drafts too.
-        """
-        if not self._drafts:
-            return True
-        return self._fruitless_steps >= _PATIENCE and self._fruitless_steps % _REST != 0
+    def fruitless_steps(self) -> int | None:
+        """Steps since a draft was accepted; None if no drafts are tried."""
+        return self._fruitless_steps if self._drafts else None
 
     def _without_answer_end(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens before one with which an answer may end, if layers keep states.
@@ -233,7 +224,7 @@ def _sample_runs(
             for (each, state), logits in sampled
         ]
         wanted = zip(speculations, firsts, max_tokens, strict=True)
-        looks = not all(each.rests for each in speculations)
+        looks = planner.looks([each.fruitless_steps for each in speculations])
         drafts = [each.draft(first, limit, looks) for each, first, limit in wanted]
         rows: Sequence[list[int]] = [[first] for first in firsts]
         if any(drafts):

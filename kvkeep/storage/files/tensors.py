@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.storage.files.atomic import atomic_writer
 
 ALIGNMENT = 64  # bytes: kernels read whole cache lines
-_COPIED_BYTES = 1 << 17  # of a tensor with gaps; see `contiguous_chunks`
+_COPIED_BYTES, _LEAST_CHUNK_BYTES = 1 << 17, 1 << 12  # see `contiguous_chunks`
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -68,10 +68,12 @@ def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str
 def contiguous_chunks(tensor: Tensor) -> Iterator[bytes]:
     """Yield a CPU tensor's bytes in order, in contiguous chunks as large as its strides allow.
 
-    A small tensor is copied into one chunk: a chunk takes as long as copying some kilobytes. Larger
-    ones are not: memory for the copy takes longer to get than the copy itself.
+    A small tensor is copied into one chunk, and one whose chunks would be small: a chunk takes as
+    long as copying some kilobytes. Others are not: allocating memory for a copy takes longer than
+    copying.
     """
-    if tensor.is_contiguous() or tensor.nbytes <= _COPIED_BYTES:
+    copied = tensor.nbytes <= _COPIED_BYTES or tensor[0].nbytes < _LEAST_CHUNK_BYTES
+    if copied or tensor.is_contiguous():
         if tensor.numel():
             yield tensor_bytes(tensor)
         return

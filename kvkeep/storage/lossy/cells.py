@@ -227,7 +227,7 @@ def _decoded_rows(integers: Tensor, group: GroupBasis, decode: Tensor) -> Tensor
 def _used_components(magnitudes: Tensor) -> int:
     """Return how many of the first components have all numbers that are not 0.
 
-    magnitudes: the largest of each component.
+    magnitudes: the largest absolute value of each component.
     """
     used = magnitudes.nonzero()
     return int(used[-1]) + 1 if len(used) else 0
