@@ -175,7 +175,7 @@ def _sampled_runs(
         (run,) = sample_runs([speculation], [left], planner)
         run.require_followed()
         tokens = run.tokens
-        del run  # its logits
+        del run  # frees its logits before the next forward
         left -= len(tokens)
         yield tokens
 

@@ -58,7 +58,8 @@ class Acceptance:
 
     Each length of a match, doubled, has an acceptance of its own: no matched token, 1 or 2, 3 to 5,
     6 to 11, and more. If `a` of `n` tokens were right, the estimate moves towards a / (a + 1), or
-    1 for all. Without a gain now, a draft is tried again after a pause that doubles each time.
+    1 for all. Without a gain now, a draft is tried again after a pause that doubles each time, and
+    is counted in steps in which a draft was found.
 
     Wrong drafts cannot make a text slower than by 0.5%, and one forward: rows are paid from
     a credit, to which accepted tokens and a small part of each token are added. With a row that
