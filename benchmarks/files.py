@@ -1,4 +1,4 @@
-r"""Speed and memory of kvkeep and llama.cpp on GGUF files, alternately.
+r"""Speed and memory of kvkeep, llama.cpp and others on GGUF files, alternately.
 
     python -m benchmarks.files --out files.json llama-1b-Q4_K_M.gguf llama-1b-Q4_0.gguf
 
@@ -9,7 +9,9 @@ chosen through the environment, for example:
       python -m benchmarks.files smollm2-135m-instruct --prompt 512 --prompt 4096 --context 4096
 
 compares AVX2 kernels with a llama.cpp built without AVX-512. Several builds of llama.cpp are
-compared by `--llama FOLDER` each.
+compared by `--llama FOLDER` each. `--beside ik_llama.cpp` needs ik-llama-cpp-python
+(`IK_LLAMA_CPP_LIB_PATH` names another build of its library), `--beside openvino` needs
+openvino-genai, which converts the files once.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
 
 PROMPTS, CONTEXTS, DECODE_TOKENS, ROUNDS = (512,), (128, 2048), 32, 3
+WARM_UP_TOKENS = 1024  # longer prompts are not warmed up: they would take minutes
 ISA_VARIABLES = (
     *("KVKEEP_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
     *("KVKEEP_PROMPT_BITS", "OMP_NUM_THREADS"),
@@ -98,6 +101,12 @@ class Plan:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder with the libraries of a build of llama.cpp; repeatable.",
 )
+@click.option(
+    "--beside",
+    multiple=True,
+    type=click.Choice(["ik_llama.cpp", "openvino"]),
+    help="Another program that reads the files; repeatable.",
+)
 @out_option
 def main(
     files: Sequence[str],
@@ -106,6 +115,7 @@ def main(
     contexts: Sequence[int],
     kvkeep_alone: bool,
     builds: Sequence[Path],
+    beside: Sequence[str],
     out: Path | None,
 ) -> None:
     """Measure prefill and decode with GGUF FILES (paths or names of known models)."""
@@ -113,11 +123,14 @@ def main(
     environment = {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
     result = ResultFile(out, settings=dataclasses.asdict(plan) | {"environment": environment})
     speeds, versions = list[Speed](), dict[str, About]()
-    llama_builds: list[tuple[Path | None, str | None]] = [(None, None)]
-    if builds or kvkeep_alone:
-        llama_builds = [] if kvkeep_alone else [*zip(builds, names, strict=True)]
+    variants = [Variant("kvkeep"), *(Variant(name) for name in beside)]
+    if builds:
+        pairs = zip(builds, names, strict=True)
+        variants += [Variant("llama.cpp", None, None, *pair) for pair in pairs]
+    elif not kvkeep_alone:
+        variants.append(Variant("llama.cpp"))
     for file in files:
-        speeds += measure(_gguf_path(file), plan, llama_builds, versions)
+        speeds += measure(_gguf_path(file), plan, variants, versions)
         result.write(readers=versions, speeds=speeds)
     _show(speeds, plan)
 
@@ -145,24 +158,21 @@ def _gguf_path(file: str) -> Path:
 def measure(
     file: Path,
     plan: Plan,
-    builds: Sequence[tuple[Path | None, str | None]],
+    variants: Sequence[Variant],
     versions: dict[str, About],
 ) -> list[Speed]:
-    """Measure one file. In each round, every program grows one context through all lengths.
-
-    builds: folders and names of llama.cpp's; None is llama-cpp-python's own.
-    """
+    """Measure one file. In each round, every program grows one context through all lengths."""
     folder, skipped = resolve(str(file), progress=True), list[str]()
     ids = TextCodec.open(folder).encode(manual_text())[: plan.most]
     setup = Setup(str(file), folder, "cpu", torch.get_num_threads())
-    llama_variants = [Variant("llama.cpp", None, file, *build) for build in builds]
+    variants = [dataclasses.replace(variant, file=file) for variant in variants]
     prefill_seconds: dict[tuple[str, int], list[float]] = {}
     decode_seconds: dict[tuple[str, int], list[float]] = {}
     resident: dict[str, int] = {}
     steps = len(plan.prompts) + len(plan.contexts)
-    variants = [Variant("kvkeep"), *llama_variants]
     with WorkerPool(setup, variants, skipped, versions, patience=600) as pool:
         pool.warm_up(ids, plan.most)
+        _warm_up_prefill(pool, ids, plan)
         with bar(plan.rounds * len(pool.remotes) * steps, file.name) as advance:
             for index in range(plan.rounds):
                 for key, seconds in _prefill(pool, index, ids, plan):
@@ -186,6 +196,15 @@ def measure(
         )
         for label in resident
     ]
+
+
+def _warm_up_prefill(pool: WorkerPool, ids: list[int], plan: Plan) -> None:
+    """Prefill the shorter prompts once, since some programs compile a step for each length."""
+    for length in plan.prompts:
+        for remote in pool.turns(0) if length <= WARM_UP_TOKENS else ():
+            remote.open(plan.most)
+            remote.read(ids[:length])
+            remote.open(plan.most)
 
 
 def _prefill(

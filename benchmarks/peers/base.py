@@ -59,22 +59,13 @@ class Forked(NamedTuple):
     with_token: float
 
 
-class Peer(Protocol):
-    """A program under test with one context at a time; decodes greedily, ignoring end of text.
-
-    A method returns None if the peer does not offer it.
-    """
+class TokenPeer(Protocol):
+    """A program under test with one context at a time; decodes greedily, ignoring end of text."""
 
     def about(self) -> About: ...
 
     def open(self, max_tokens: int, forks: int = 0) -> None:
         """Open an empty context for up to `max_tokens`, with up to `forks` forks at once."""
-
-    def open_endless(self, budget: int, keep: int) -> None:
-        """Open an empty context of `budget` tokens that evicts when full.
-
-        The first `keep` tokens are kept, if the peer can do that.
-        """
 
     def close(self) -> None:
         """Free the context."""
@@ -87,6 +78,19 @@ class Peer(Protocol):
 
     def tokens(self) -> list[int]:
         """Return the tokens in the context, in order."""
+
+
+class Peer(TokenPeer, Protocol):
+    """A peer with a cache that evicts, and that can be saved, forked and edited.
+
+    A method returns None if the peer does not offer it.
+    """
+
+    def open_endless(self, budget: int, keep: int) -> None:
+        """Open an empty context of `budget` tokens that evicts when full.
+
+        The first `keep` tokens are kept, if the peer can do that.
+        """
 
     def save(self, path: Path) -> float:
         """Save the context to a file; return the seconds."""

@@ -17,24 +17,29 @@ UBATCH_TOKENS = 512  # n_ubatch, llama.cpp's own default
 class LlamaCppPeer:
     """Uses flash attention. A full endless context is shifted: half of its unkept tokens go."""
 
+    program, package = "llama.cpp", "llama-cpp-python"
+
     def __init__(self, setup: Setup, file: Path, libraries: Path | None = None):
-        self._library = library = load_library(libraries)
+        self._library = library = self._load(libraries)
         self._threads, self._file = setup.threads, file
         params = library.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = library.llama_model_load_from_file(str(file).encode(), params)
         if not self._model:
-            raise ModelError(f"llama.cpp cannot read {file}")
+            raise ModelError(f"{self.program} cannot read {file}")
         self._vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self._context: Any = None
         self._shape = (0, 0)
         self._begin(None, 0)
 
+    def _load(self, libraries: Path | None) -> Any:
+        return load_library(libraries)
+
     def about(self) -> About:
         features = self._library.llama_print_system_info().decode().strip(" |")
         size = self._file.stat().st_size / 1e6
         how = f"{size:.0f} MB, f16 cells, flash attention; {features}"
-        return About(f"llama-cpp-python {self._library.__version__}", how)
+        return About(f"{self.package} {self._library.__version__}", how)
 
     def open(self, max_tokens: int, forks: int = 0) -> None:
         if self._shape[0] < max_tokens or self._shape[1] != forks:
@@ -65,7 +70,7 @@ class LlamaCppPeer:
                 setattr(params, name, value)
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
-            raise ModelError(f"llama.cpp cannot make a context of {cells} cells")
+            raise ModelError(f"{self.program} cannot make a context of {cells} cells")
         self._shape = (cells, forks)
         self._memory = library.llama_get_memory(self._context)
 
@@ -91,9 +96,13 @@ class LlamaCppPeer:
         if self._budget is not None and len(self._tokens) + len(ids) > self._budget:
             self._shift()
         array = _array(self._library, ids)  # held here: a batch only points to it
-        self._decode(self._library.llama_batch_get_one(array, len(ids)))
+        self._decode(self._batch(array))
         self._tokens += ids
         self._next = self._likeliest()
+
+    def _batch(self, array: Any) -> Any:
+        """Return a batch of tokens that follow those in the context."""
+        return self._library.llama_batch_get_one(array, len(array))
 
     def _shift(self) -> None:
         """Shift the context as llama.cpp's own programs do."""
@@ -104,7 +113,7 @@ class LlamaCppPeer:
     def _take_out(self, start: int, end: int) -> None:
         library, memory = self._library, self._memory
         if not library.llama_memory_seq_rm(memory, 0, start, end):
-            raise ModelError("llama.cpp cannot take tokens out of this context")
+            raise ModelError(f"{self.program} cannot take tokens out of this context")
         library.llama_memory_seq_add(memory, 0, end, -1, start - end)
         del self._tokens[start:end]
 
@@ -124,7 +133,7 @@ class LlamaCppPeer:
         start = perf_counter()
         array = _array(library, self._tokens)
         if not library.llama_state_save_file(self._context, str(path).encode(), array, count):
-            raise ModelError("llama.cpp could not save its state")
+            raise ModelError(f"{self.program} could not save its state")
         return perf_counter() - start
 
     def restore(self, path: Path) -> float:
@@ -134,7 +143,7 @@ class LlamaCppPeer:
         if not library.llama_state_load_file(
             self._context, str(path).encode(), array, max_tokens, ctypes.byref(count)
         ):
-            raise ModelError("llama.cpp could not load its state")
+            raise ModelError(f"{self.program} could not load its state")
         self._tokens = list(array[: count.value])
         self._evaluate_last_again()  # the file has no logits
         return perf_counter() - start

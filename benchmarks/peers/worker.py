@@ -4,12 +4,13 @@ import gc
 import signal
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 from tqdm import tqdm
 
-from benchmarks.peers.base import Peer, Setup, Variant
+from benchmarks.peers.base import Setup, TokenPeer, Variant
 from kvkeep.runtime.memory import trim_heap
 
 
@@ -43,13 +44,20 @@ def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
             connection.send(("failed", _error_text(error)))
 
 
-def make_peer(setup: Setup, variant: Variant) -> Peer:
+def make_peer(setup: Setup, variant: Variant) -> TokenPeer:
     """Create the peer of a variant. Raises ImportError if its package is not installed."""
     if variant.peer == "llama.cpp":
         from benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
-        assert variant.file is not None, "llama.cpp reads a file"
-        return LlamaCppPeer(setup, variant.file, variant.libraries)
+        return LlamaCppPeer(setup, _file(variant), variant.libraries)
+    if variant.peer == "ik_llama.cpp":
+        from benchmarks.peers.ik_llama_peer import IkLlamaPeer
+
+        return IkLlamaPeer(setup, _file(variant))
+    if variant.peer == "openvino":
+        from benchmarks.peers.openvino_peer import OpenVinoPeer
+
+        return OpenVinoPeer(setup, _file(variant))
     if variant.peer == "transformers":
         from benchmarks.peers.transformers_peer import TransformersPeer
 
@@ -63,7 +71,12 @@ def make_peer(setup: Setup, variant: Variant) -> Peer:
     return KvkeepPeer(setup)
 
 
-def _answer(peer: Peer, setup: Setup, method: str, arguments: tuple[Any, ...]) -> Any:
+def _file(variant: Variant) -> Path:
+    assert variant.file is not None, f"{variant.peer} reads a file"
+    return variant.file
+
+
+def _answer(peer: TokenPeer, setup: Setup, method: str, arguments: tuple[Any, ...]) -> Any:
     if method == "held":
         return _held(setup.device)
     if method == "settle":

@@ -1,48 +1,63 @@
 """Every peer does what it is asked: what it holds is seen by its tokens."""
 
-from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import cast
 
 import pytest
 
-from benchmarks.peers.base import Peer, Setup, Variant
+from benchmarks.peers.base import Peer, Setup, TokenPeer, Variant
 from benchmarks.peers.worker import make_peer
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.text.codec import TextCodec
 
 IDS = [(i * i * 7 + 3 * i) % 251 + 1 for i in range(100)]
-Make = Callable[[], Peer]
+FOLDERS = {"kvkeep": "kvkeep", "transformers": "transformers", "mlx-lm": "mlx_lm"}
+FILES = {"llama.cpp": "llama_cpp", "ik_llama.cpp": "ik_llama_cpp", "openvino": "openvino_genai"}
 
 
-@pytest.fixture(scope="module", params=["kvkeep", "transformers", "mlx-lm", "llama.cpp"])
-def peer(request: pytest.FixtureRequest, small_folder: Path) -> Peer:
-    name, file = request.param, None
-    pytest.importorskip({"llama.cpp": "llama_cpp", "mlx-lm": "mlx_lm"}.get(name, name))
-    if name == "llama.cpp":  # it has no small model to read here
-        file = request.getfixturevalue("smollm2_gguf")
+@pytest.fixture(scope="module", params=[*FOLDERS, *FILES])
+def token_peer(request: pytest.FixtureRequest, small_folder: Path) -> TokenPeer:
+    name = request.param
+    pytest.importorskip((FOLDERS | FILES)[name])
+    # Those of FILES have no small model to read here.
+    file = request.getfixturevalue("smollm2_gguf") if name in FILES else None
     return make_peer(Setup(str(small_folder), small_folder, "cpu", 1), Variant(name, None, file))
 
 
-def test_it_reads_and_writes(peer: Peer) -> None:
-    peer.open(200)
-    assert peer.read(IDS[:60]) > 0
-    assert peer.read(IDS[60:]) > 0
-    seconds = peer.write(3)
+@pytest.fixture
+def peer(token_peer: TokenPeer) -> Peer:
+    if type(token_peer).__name__ == "OpenVinoPeer":
+        pytest.skip("it only prefills and decodes")
+    return cast(Peer, token_peer)
+
+
+def test_it_reads_and_writes(token_peer: TokenPeer) -> None:
+    token_peer.open(200)
+    assert token_peer.read(IDS[:60]) > 0
+    assert token_peer.read(IDS[60:]) > 0
+    seconds = token_peer.write(3)
     assert len(seconds) == 3
     assert all(each > 0 for each in seconds)
-    assert peer.tokens()[:100] == IDS
-    assert len(peer.tokens()) == 103
-    peer.open(200)
-    assert peer.tokens() == []
+    assert token_peer.tokens()[:100] == IDS
+    assert len(token_peer.tokens()) == 103
+    token_peer.open(200)
+    assert token_peer.tokens() == []
 
 
-def test_it_writes_what_kvkeep_writes(peer: Peer, small_folder: Path) -> None:
-    if type(peer).__name__ == "LlamaCppPeer":
-        pytest.skip("it has another model here")
-    kvkeep = make_peer(Setup(str(small_folder), small_folder, "cpu", 1), Variant("kvkeep"))
-    for each in (peer, kvkeep):
-        each.open(200)
-        each.read(IDS)
+def test_it_writes_what_kvkeep_writes(
+    request: pytest.FixtureRequest, token_peer: TokenPeer, small_folder: Path
+) -> None:
+    model, ids = str(small_folder), IDS
+    if request.node.callspec.params["token_peer"] in FILES:
+        model = str(request.getfixturevalue("smollm2_gguf"))
+        ids = TextCodec.open(resolve(model, progress=False)).encode(topics["if"])
+    kvkeep = make_peer(Setup(model, small_folder, "cpu", 1), Variant("kvkeep"))
+    for each in (token_peer, kvkeep):
+        each.open(1000)
+        each.read(ids)
         each.write(4)
-    assert peer.tokens() == kvkeep.tokens()
+    assert token_peer.tokens() == kvkeep.tokens()
 
 
 def test_an_endless_context_stays_within_its_budget(peer: Peer) -> None:
@@ -57,7 +72,8 @@ def test_an_endless_context_stays_within_its_budget(peer: Peer) -> None:
 
 def test_a_saved_context_comes_back(peer: Peer, tmp_path: Path) -> None:
     peer.open(200)
-    peer.read(IDS)
+    peer.read(IDS[:-1])
+    peer.read(IDS[-1:])  # alone, as after loading: the number of rows changes rounding
     assert peer.save(tmp_path / "context") > 0
     peer.write(3)
     written = peer.tokens()
