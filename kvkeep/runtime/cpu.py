@@ -68,6 +68,20 @@ def require_full_teams() -> None:
         openmp.omp_set_max_active_levels(1)
 
 
+def compute_in_one_thread() -> None:
+    """Let PyTorch's operations of the calling thread use no other threads.
+
+    For threads that compute side by side. `torch.set_num_threads` would change all later threads.
+    """
+    import torch
+
+    openmp = _openmp()
+    if openmp is None:
+        return
+    torch.get_num_threads()  # torch sets this thread's number when it needs it first
+    openmp.omp_set_num_threads(1)
+
+
 @cache
 def _openmp() -> ctypes.CDLL | None:
     """Return the OpenMP runtime of this process; None without one."""

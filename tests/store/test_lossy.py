@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -98,12 +99,12 @@ def test_cells_err_by_less_than_a_step_and_blocks_decode_by_themselves(group_lay
         assert torch.equal(part, decoded[:, :, last])
 
 
-def uneven_cells() -> tuple[Tensor, Tensor, CellBasis]:
+def uneven_cells(layers: int = 4, count: int = 600) -> tuple[Tensor, Tensor, CellBasis]:
     """Return keys in bfloat16, their positions and their basis.
 
     Their largest component varies by 400 steps: a bfloat16 has no digits for that.
     """
-    layers, kv_heads, head_dim, count = 4, 2, 64, 600
+    kv_heads, head_dim = 2, 64
     width = layers * kv_heads * head_dim
     generator = torch.Generator().manual_seed(0)
     vectors = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
@@ -115,6 +116,23 @@ def uneven_cells() -> tuple[Tensor, Tensor, CellBasis]:
     rows = torch.randn(count, width, generator=generator) * deviations @ vectors.T
     cells = rows.view(count, layers, kv_heads, head_dim).permute(1, 2, 0, 3)
     return cells.bfloat16(), torch.arange(count) + 4, basis
+
+
+def test_threads_change_no_bit_of_coded_cells_and_are_as_many_as_before() -> None:
+    cells, positions, basis = uneven_cells(layers=8, count=2048)
+    before, coded, decoded = torch.get_num_threads(), [], []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            coded.append(encode_cells(cells, positions, basis, STEP, True))
+            decoded.append(decode_cells(coded[-1], positions, basis, STEP, True))
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == threads
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert coded[0].frames == coded[1].frames
+    assert torch.equal(decoded[0], decoded[1])
 
 
 def test_uneven_blocks_decode_by_themselves() -> None:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.checks import require
+from kvkeep.runtime.cpu import compute_in_one_thread
 from kvkeep.storage.lossy.basis import CellBasis, GroupBasis
 from kvkeep.storage.lossy.packing import MAX_MAGNITUDE, pack, unpack
 
 BLOCK_CELLS = 256
-# Cells that are multiplied at once; then all threads pack their blocks. Packing blocks while others
-# are multiplied takes longer: torch's threads wait for one whose core another thread uses.
-_TILE_CELLS = 4 * BLOCK_CELLS
+_TILE_CELLS = 4 * BLOCK_CELLS  # that are encoded together
+# Each thread codes blocks of its own, with torch's operations in that thread alone: so the numbers
+# of a block stay in its core's cache. Each takes some 30 MB.
+_MOST_THREADS = 8
 _SINK_POSITIONS = 4  # keys at positions 0 to 3 are stored exactly
 _OUTLIER_ENERGY = 16  # times the median: cells of a larger sum of squares are stored exactly
 # Added before a coefficient is rounded towards 0. Less than one half: most coefficients are small,
@@ -87,15 +89,26 @@ def encode_cells(
     positions: `[n]`, of the keys. rotated: they are keys, rotated to their positions.
     """
     exact, frames = list[int](), list[bytes]()
-    with ThreadPoolExecutor(torch.get_num_threads()) as packers:
-        for start in range(0, len(positions), _TILE_CELLS):
-            tile = slice(start, start + _TILE_CELLS)
-            parts = cells[:, :, tile], positions[tile]
-            integers, is_exact = _quantised(*parts, basis, step, rotated)
-            exact += (start + is_exact.nonzero().flatten()).tolist()
-            frames += packers.map(pack, (block.numpy() for block in _blocks(integers)))
-    indices = torch.tensor(exact, dtype=torch.int32, device="cpu")
-    return CodedCells(tuple(frames), indices, cells[:, :, indices.long()].contiguous())
+
+    @torch.inference_mode()
+    def encode_tile(start: int) -> tuple[list[int], list[bytes]]:
+        tile = slice(start, start + _TILE_CELLS)
+        parts = cells[:, :, tile], positions[tile]
+        integers, is_exact = _quantised(*parts, basis, step, rotated)
+        indices = start + is_exact.nonzero().flatten()
+        return indices.tolist(), [pack(block.numpy()) for block in _blocks(integers)]
+
+    with _threads() as threads:
+        for indices, packed in threads.map(encode_tile, range(0, len(positions), _TILE_CELLS)):
+            exact += indices
+            frames += packed
+    exact_cells = torch.tensor(exact, dtype=torch.int32, device="cpu")
+    return CodedCells(tuple(frames), exact_cells, cells[:, :, exact_cells.long()].contiguous())
+
+
+def _threads() -> ThreadPoolExecutor:
+    count = min(torch.get_num_threads(), _MOST_THREADS)
+    return ThreadPoolExecutor(count, "kvkeep-codec", initializer=compute_in_one_thread)
 
 
 def _quantised(
@@ -155,7 +168,7 @@ def decode_cells(
 ) -> Tensor:
     """Return keys or values `[layers, kv_heads, n, head_dim]`. Raises ValueError for other data.
 
-    positions: `[n]`, of the keys. Memory beside the result is that of a tile.
+    positions: `[n]`, of the keys. Memory beside the result is that of a block for each thread.
     """
     layout, count = basis.layout, len(positions)
     groups = basis.keys if rotated else basis.values
@@ -164,18 +177,16 @@ def decode_cells(
     shape = layout.layers, layout.kv_heads, count, layout.head_dim
     cells = torch.empty(shape, dtype=layout.dtype, device="cpu")
 
-    def unpack_into(block: Tensor, frame: bytes) -> None:
-        # By numpy: torch would start a team of threads for each of these.
-        block.numpy()[:] = unpack(frame, components, block.shape[1])
+    @torch.inference_mode()
+    def decode_block(index: int) -> None:
+        block = slice(index * BLOCK_CELLS, min((index + 1) * BLOCK_CELLS, count))
+        integers = unpack(coded.frames[index], components, block.stop - block.start)
+        parts = torch.from_numpy(integers), positions[block]
+        _decode_block(cells[:, :, block], *parts, basis, step, rotated)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as unpackers:
-        for start in range(0, count, _TILE_CELLS):
-            tile = slice(start, min(start + _TILE_CELLS, count))
-            integers = torch.empty(components, tile.stop - start, dtype=torch.int16, device="cpu")
-            frames = coded.frames[start // BLOCK_CELLS :]
-            for _ in unpackers.map(unpack_into, _blocks(integers), frames):
-                pass  # raises what one raised
-            _decode_tile(cells[:, :, tile], integers, positions[tile], basis, step, rotated)
+    with _threads() as threads:
+        for _ in threads.map(decode_block, range(len(coded.frames))):
+            pass  # raises what one raised
     exact = coded.exact_cells.long()
     if len(exact):
         in_order = bool((exact.diff() > 0).all()) and 0 <= int(exact[0]) <= int(exact[-1]) < count
@@ -184,7 +195,7 @@ def decode_cells(
     return cells
 
 
-def _decode_tile(
+def _decode_block(
     out: Tensor,
     integers: Tensor,
     positions: Tensor,
@@ -200,8 +211,7 @@ def _decode_tile(
     for layers, group, (_, decode) in zip(basis.layer_groups(), groups, matrices, strict=True):
         part = integers[first : first + group.components]
         first += group.components
-        # By blocks: which components are large must not depend on the cells of other blocks.
-        rows = torch.cat([_decoded_rows(block, group, decode) for block in _blocks(part)])
+        rows = _decoded_rows(part, group, decode)
         num_layers, heads, _, head_dim = out[layers].shape
         vectors = rows.view(count, num_layers, heads, head_dim).permute(1, 2, 0, 3)
         means = group.mean.view(num_layers, heads, 1, head_dim)
@@ -219,8 +229,8 @@ def _decoded_rows(integers: Tensor, group: GroupBasis, decode: Tensor) -> Tensor
     if decode.dtype == torch.float32:
         return integers.float().T @ decode[:count]
     large = magnitudes[:count] > _MAX_BFLOAT16_MULTIPLE
-    small = integers.masked_fill(large.unsqueeze(1), 0)
-    rows = (small.to(decode.dtype).T @ decode[:count]).float()
+    small = integers.to(decode.dtype).mul_((~large).to(decode.dtype).unsqueeze(1))
+    rows = (small.T @ decode[:count]).float()
     return rows.addmm_(integers[large].float().T, group.decode[:count][large].float())
 
 
