@@ -23,7 +23,7 @@ from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.layers.primitives import non_finite_error
 
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
-_INTERFACE_REVISION = 16  # `kRevision` in src/decode.h
+_INTERFACE_REVISION = 17  # `kRevision` in src/decode.h
 STATUS_NO_MEMORY, _STATUS_NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 

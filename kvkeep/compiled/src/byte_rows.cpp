@@ -38,7 +38,7 @@ KVKEEP_INLINE Sums begin_sums(Ints first) {
 // Codes are counted from kLowest. Where that is not 0, the words of a scale begin with what this
 // leaves out: kLowest times the sum of the row's bytes.
 template <typename F>
-struct ByteKernel {
+struct ByteKernel : UnpackedGroups<F, ByteKernel<F>> {
   using Format = F;
   using Codes = typename F::Codes;
   static constexpr int kCodes = kGroup / 4, kScaleCount = kGroup / F::Scales::kScaleColumns;
@@ -52,11 +52,11 @@ struct ByteKernel {
     return Codes::template bytes<n>(data);
   }
 
-  static RowGroup<kWords> quantise(const Activation* x) {
-    RowGroup<kWords> to{};
+  static RowStep<kWords> quantise(const Activation* x) {
+    RowStep<kWords> to{};
     const Floats part[2] = {load(x), load(x + kLanes)};
     if (not_finite(part[0], kLanes) || not_finite(part[1], kLanes)) {
-      to.scale = to.sum = std::numeric_limits<float>::quiet_NaN();
+      to.scale = to.sums[0] = std::numeric_limits<float>::quiet_NaN();
       return to;
     }
     const float greatest = reduce_max(max(absolute(part[0]), absolute(part[1])));
@@ -70,7 +70,7 @@ struct ByteKernel {
       sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(integer)));
     }
     store_ints(bytes, shuffle_bytes(load_ints(bytes), kCodeOrder));
-    to.sum = to.scale * static_cast<float>(sums[0] + sums[1]);
+    to.sums[0] = to.scale * static_cast<float>(sums[0] + sums[1]);
     for (int s = 0; s < kScaleCount; ++s) {
       std::int32_t* words = to.words + s * (kWords / kScaleCount);
       if constexpr (kHasOffsets)

@@ -51,6 +51,14 @@ KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
 // all terms of unrolled loops first, and keep the products in memory.
 KVKEEP_INLINE void require_now(ByteSums& sums) { asm("" : "+x"(sums.low), "+x"(sums.high)); }
 
+// Products of 16-bit halves: their lower 16 bits, and signed ones over 2^15, rounded.
+KVKEEP_INLINE Ints multiply_halves(Ints a, Ints b) {
+  return {_mm256_mullo_epi16(a.low, b.low), _mm256_mullo_epi16(a.high, b.high)};
+}
+KVKEEP_INLINE Ints multiply_halves_high(Ints a, Ints b) {
+  return {_mm256_mulhrs_epi16(a.low, b.low), _mm256_mulhrs_epi16(a.high, b.high)};
+}
+
 // Load 32 signed bytes, extended to the 16-bit halves of the lanes.
 KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const __m128i* from = reinterpret_cast<const __m128i*>(x);

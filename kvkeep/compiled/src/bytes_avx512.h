@@ -41,6 +41,9 @@ KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
 
 KVKEEP_INLINE void require_now(ByteSums& sums) { asm("" : "+v"(sums)); }
 
+KVKEEP_INLINE Ints multiply_halves(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
+KVKEEP_INLINE Ints multiply_halves_high(Ints a, Ints b) { return _mm512_mulhrs_epi16(a, b); }
+
 KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }

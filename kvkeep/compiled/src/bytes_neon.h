@@ -85,4 +85,17 @@ KVKEEP_INLINE Ints lookup_bytes(Ints which, const std::uint8_t* table) {
       which);
 }
 
+KVKEEP_INLINE Ints multiply_halves(Ints a, Ints b) {
+  return map_registers<Ints>(
+      [](auto x, auto y) { return as_lanes(vmulq_u16(as_halves(x), as_halves(y))); }, a, b);
+}
+KVKEEP_INLINE Ints multiply_halves_high(Ints a, Ints b) {
+  return map_registers<Ints>(
+      [](auto x, auto y) {
+        return vreinterpretq_u32_s16(
+            vqrdmulhq_s16(vreinterpretq_s16_u32(x), vreinterpretq_s16_u32(y)));
+      },
+      a, b);
+}
+
 }  // namespace kvkeep

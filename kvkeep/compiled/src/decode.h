@@ -10,7 +10,7 @@
 namespace kvkeep {
 
 // To be raised where the meaning of a call changes while all structures stay as they are.
-constexpr int kRevision = 16;
+constexpr int kRevision = 17;
 
 // The norms of experts that run in parallel with an MLP (Gemma 4), each [hidden]: of the MLP's
 // output, of the experts' input, and of their output. router_scale: multiplies the router's normed

@@ -30,10 +30,6 @@ constexpr int kGroup = 32;  // columns that are unpacked together
 constexpr int kPairs = kGroup / 2;
 constexpr int kBlock = 16;  // rows in a block, one for each lane
 
-inline Floats byte_floats(const char* x) {
-  return to_floats(widen(reinterpret_cast<const std::int8_t*>(x)));
-}
-
 inline Ints unsigned_bytes(const char* x) {
   return widen(reinterpret_cast<const std::uint8_t*>(x));
 }
@@ -235,7 +231,10 @@ struct KScales {  // Q4_K, Q5_K
   static constexpr int kTileColumns = 256, kScaleColumns = 32, kTileBytes = 320;
   static constexpr bool kHasMinima = true;
   static Floats scale(const char* tile, int g, int) {
-    return load_fp16(tile) * to_floats(unsigned_bytes(tile + 64 + 16 * g));
+    return load_fp16(tile) * to_floats(integer_scale(tile, g, 0));
+  }
+  static Ints integer_scale(const char* tile, int g, int) {
+    return unsigned_bytes(tile + 64 + 16 * g);
   }
   static Floats minimum(const char* tile, int g) {
     const Floats below = to_floats(unsigned_bytes(tile + 192 + 16 * g));
@@ -249,7 +248,11 @@ struct ByteScales {
                        kTileBytes = 32 + 16 * 256 / kSharedBy;
   static constexpr bool kHasMinima = false;
   static Floats scale(const char* tile, int g, int s) {
-    return load_fp16(tile) * byte_floats(tile + 32 + 16 * (g * (kGroup / kScaleColumns) + s));
+    return load_fp16(tile) * to_floats(integer_scale(tile, g, s));
+  }
+  static Ints integer_scale(const char* tile, int g, int s) {
+    const char* scales = tile + 32 + 16 * (g * (kGroup / kScaleColumns) + s);
+    return widen(reinterpret_cast<const std::int8_t*>(scales));
   }
   static Floats minimum(const char*, int) { return zeros(); }
 };

@@ -13,7 +13,7 @@ constexpr int kUnrolledPairs = kProductsPerByteSum == 4 ? kPairs : 2;
 
 // Codes in steps of kStep, two for each lane. A word is two numbers of a row.
 template <typename F>
-struct IntegerKernel {
+struct IntegerKernel : UnpackedGroups<F, IntegerKernel<F>> {
   using Format = F;
   static constexpr int kCodes = kPairs, kWords = kPairs;
 
@@ -22,10 +22,10 @@ struct IntegerKernel {
     return F::Codes::template halves<p>(data);
   }
 
-  static RowGroup<kWords> quantise(const Activation* x) {
+  static RowStep<kWords> quantise(const Activation* x) {
     IntegerGroup group{};
-    RowGroup<kWords> to;
-    to.sum = quantise_group(x, group);
+    RowStep<kWords> to;
+    to.sums[0] = quantise_group(x, group);
     to.scale = group.scale;
     std::memcpy(to.words, group.integer, sizeof to.words);
     return to;
@@ -54,7 +54,10 @@ int kvkeep_prompt_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, i
                           kvkeep::Bf16* out, int threads, int row_bits) {
   using namespace kvkeep;
   return run_guarded([=] {
-    int status = row_bits == 8 ? multiply_byte_rows(*matrix, x, count, out, threads) : kNoKernel;
+    int status = kNoKernel;
+    if (row_bits == 8) status = multiply_byte_tiles(*matrix, x, count, out, threads);
+    if (row_bits == 8 && status == kNoKernel)
+      status = multiply_byte_rows(*matrix, x, count, out, threads);
     if (status != kNoKernel) return status;
     for_format(
         matrix->format,

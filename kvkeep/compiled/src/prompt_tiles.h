@@ -4,9 +4,11 @@
 // product: a type with
 //
 //   Format          a PackedFormat
-//   kCodes, kWords  how many registers the codes of a group take, and how many words its row
-//   codes<n>(data)  the n-th register of a group's codes
-//   quantise(x)     a group of a row, as RowGroup<kWords>
+//   kColumns        columns of a step: that share the scale of a row, kGroup or more
+//   kCodes, kWords  how many registers the codes of a step take, and how many words its row
+//   kScaleCount     how many scales of weights a step has
+//   unpack          set the codes and scales of a step, see UnpackedGroups
+//   quantise(x)     a step of a row, as RowStep<kWords, kColumns / kGroup>
 //   multiply        see multiply_panel
 #pragma once
 
@@ -23,14 +25,14 @@ namespace kvkeep {
 constexpr int kPartBlocks = 2;  // of 16 rows of weights, for which a panel of rows stays in cache
 constexpr int kBatchTiles = 256 / kPromptTile;  // of rows, multiplied with a panel
 template <typename Kernel>
-constexpr int kPanelGroups = 256 / Kernel::kCodes;  // unpacked at a time: 16 KiB of codes
+constexpr int kPanelSteps = 256 / Kernel::kCodes;  // unpacked at a time: 16 KiB of codes
 
-// 32 columns of a row. words: of 4 bytes, what an instruction multiplies with the codes of a lane,
-// in order. scale: NaN where any number is not finite. sum: of the quantised numbers.
-template <int kWords>
-struct RowGroup {
+// A step of a row. words: of 4 bytes, what an instruction multiplies with the codes of a lane, in
+// order. scale: NaN where any number is not finite. sums: of the quantised numbers of each group.
+template <int kWords, int kSums = 1>
+struct RowStep {
   std::int32_t words[kWords];
-  float scale, sum;
+  float scale, sums[kSums];
 };
 
 // Rows as integers, kPromptTile rows at a time: their words at the same columns lie side by side.
@@ -39,42 +41,46 @@ template <typename Kernel>
 struct PromptRows {
   PromptRows(int count, int columns)
       : columns(columns),
-        groups(columns / kGroup),
+        steps(columns / Kernel::kColumns),
         tiles((count + kPromptTile - 1) / kPromptTile),
-        words(std::size_t(tiles) * kPromptTile * groups * Kernel::kWords),
-        scales(std::size_t(tiles) * kPromptTile * groups),
-        sums(std::size_t(tiles) * kPromptTile * groups) {}
+        words(std::size_t(tiles) * kPromptTile * steps * Kernel::kWords),
+        scales(std::size_t(tiles) * kPromptTile * steps),
+        sums(std::size_t(tiles) * kPromptTile * steps * kSums) {}
 
-  // Of a tile, from group g on: [groups, kWords, kPromptTile], [groups, kPromptTile].
+  // Of a tile, from step g on: [steps, kWords, kPromptTile], [steps, kPromptTile],
+  // [steps, kSums, kPromptTile].
   const std::int32_t* tile_words(int tile, int g) const {
     return words.get() + at(tile, g) * Kernel::kWords;
   }
   const float* tile_scales(int tile, int g) const { return scales.get() + at(tile, g); }
-  const float* tile_sums(int tile, int g) const { return sums.get() + at(tile, g); }
+  const float* tile_sums(int tile, int g) const { return sums.get() + at(tile, g) * kSums; }
 
   // Set a tile from `count` rows.
   void set_tile(int tile, const Bf16* from, int count) {
-    for (int g = 0; g < groups; ++g)
+    for (int g = 0; g < steps; ++g)
       for (int i = 0; i < kPromptTile; ++i) {
-        Activation x[kGroup] = {};
+        Activation x[Kernel::kColumns] = {};
         if (i < count)
-          for (int c = 0; c < kGroup; c += kLanes)
-            store_rounded(x + c, load(from + std::ptrdiff_t(i) * columns + g * kGroup + c));
-        const auto group = Kernel::quantise(x);
-        scales[at(tile, g) + i] = group.scale;
-        sums[at(tile, g) + i] = group.sum;
+          for (int c = 0; c < Kernel::kColumns; c += kLanes)
+            store_rounded(x + c,
+                          load(from + std::ptrdiff_t(i) * columns + g * Kernel::kColumns + c));
+        const auto step = Kernel::quantise(x);
+        scales[at(tile, g) + i] = step.scale;
+        for (int s = 0; s < kSums; ++s)
+          sums[at(tile, g) * kSums + s * kPromptTile + i] = step.sums[s];
         std::int32_t* to = words.get() + at(tile, g) * Kernel::kWords + i;
-        for (int w = 0; w < Kernel::kWords; ++w) to[w * kPromptTile] = group.words[w];
+        for (int w = 0; w < Kernel::kWords; ++w) to[w * kPromptTile] = step.words[w];
       }
   }
 
-  const int columns, groups, tiles;
+  static constexpr int kSums = Kernel::kColumns / kGroup;
+  const int columns, steps, tiles;
 
  private:
   // A panel of one tile follows that of the tile before, so that all of them are read in order.
   std::ptrdiff_t at(int tile, int g) const {
-    const int first = g / kPanelGroups<Kernel> * kPanelGroups<Kernel>;
-    const int width = std::min(kPanelGroups<Kernel>, groups - first);
+    const int first = g / kPanelSteps<Kernel> * kPanelSteps<Kernel>;
+    const int width = std::min(kPanelSteps<Kernel>, steps - first);
     return (std::ptrdiff_t(tiles) * first + tile * width + g - first) * kPromptTile;
   }
 
@@ -82,44 +88,55 @@ struct PromptRows {
   Buffer<float> scales, sums;
 };
 
+// Unpacks groups of 32 columns, each a step, whose codes Kernel::codes<n>(data) returns.
+template <typename F, typename Kernel>
+struct UnpackedGroups {
+  using Scales = typename F::Scales;
+  static constexpr int kColumns = kGroup, kScaleCount = kGroup / Scales::kScaleColumns;
+
+  // Set the codes, the scales and, if there are any, the minima of a step.
+  static void unpack(const BlockPointers<F>& from, int group, Ints* codes, Floats* scales,
+                     Floats* minima) {
+    const char *data = from.codes(group), *tile = from.tile(group);
+    const int index = from.group_in_tile(group);
+    unroll([&](auto n) __attribute__((
+               always_inline)) { codes[n.value] = Kernel::template codes<n.value>(data); },
+           std::make_integer_sequence<int, Kernel::kCodes>{});
+    for (int s = 0; s < kScaleCount; ++s) scales[s] = Scales::scale(tile, index, s);
+    if constexpr (Scales::kHasMinima) minima[0] = Scales::minimum(tile, index);
+  }
+};
+
 // Some columns of a block of 16 rows of weights.
 template <typename Kernel>
 struct Panel {
   using F = typename Kernel::Format;
   using Scales = typename F::Scales;
-  static constexpr int kScaleCount = kGroup / Scales::kScaleColumns;
 
-  Ints codes[kPanelGroups<Kernel>][Kernel::kCodes];
-  Floats scales[kPanelGroups<Kernel>][kScaleCount];
-  Floats minima[kPanelGroups<Kernel>];
+  Ints codes[kPanelSteps<Kernel>][Kernel::kCodes];
+  Floats scales[kPanelSteps<Kernel>][Kernel::kScaleCount];
+  Floats minima[kPanelSteps<Kernel>][Kernel::kColumns / kGroup];
 
   void unpack(const BlockPointers<F>& from, int first, int count) {
-    for (int g = 0; g < count; ++g) {
-      const char *data = from.codes(first + g), *tile = from.tile(first + g);
-      const int index = from.group_in_tile(first + g);
-      unroll([&](auto n) __attribute__((
-                 always_inline)) { codes[g][n.value] = Kernel::template codes<n.value>(data); },
-             std::make_integer_sequence<int, Kernel::kCodes>{});
-      for (int s = 0; s < kScaleCount; ++s) scales[g][s] = Scales::scale(tile, index, s);
-      if constexpr (Scales::kHasMinima) minima[g] = Scales::minimum(tile, index);
-    }
+    for (int g = 0; g < count; ++g) Kernel::unpack(from, first + g, codes[g], scales[g], minima[g]);
   }
 };
 
-// Add to `totals` the products of a tile of rows with a panel, whose first group is `first`.
+// Add to `totals` the products of a tile of rows with a panel, whose first step is `first`.
 // Kernel::multiply sets `products` to the integers' products over the columns of one scale, and
 // returns where the words of the next one begin.
 // Not inlined: some of its accumulators would be kept in memory.
 template <typename Kernel>
-__attribute__((noinline)) void multiply_panel(const Panel<Kernel>& panel, int first, int groups,
+__attribute__((noinline)) void multiply_panel(const Panel<Kernel>& panel, int first, int steps,
                                               const PromptRows<Kernel>& rows, int tile,
                                               Floats* totals) {
   using P = Panel<Kernel>;
-  constexpr int kScaleCodes = Kernel::kCodes / P::kScaleCount;
+  constexpr int kScaleCodes = Kernel::kCodes / Kernel::kScaleCount;
+  constexpr int kSums = PromptRows<Kernel>::kSums;
   const std::int32_t* words = rows.tile_words(tile, first);
   const float *scales = rows.tile_scales(tile, first), *sums = rows.tile_sums(tile, first);
-  for (int g = 0; g < groups; ++g, scales += kPromptTile, sums += kPromptTile) {
-    for (int s = 0; s < P::kScaleCount; ++s) {
+  for (int g = 0; g < steps; ++g, scales += kPromptTile) {
+    for (int s = 0; s < Kernel::kScaleCount; ++s) {
       Ints products[kPromptTile];
       words = Kernel::multiply(panel.codes[g] + s * kScaleCodes, words, products);
       const Floats scale = panel.scales[g][s];
@@ -129,10 +146,15 @@ __attribute__((noinline)) void multiply_panel(const Panel<Kernel>& panel, int fi
                                  scale * splat(P::F::Codes::kStep * scales[i]), totals[i]);
     }
     if constexpr (P::Scales::kHasMinima) {
-      const Floats minimum = panel.minima[g];
 #pragma GCC unroll 16
-      for (int i = 0; i < kPromptTile; ++i)
-        totals[i] = multiply_add(splat(sums[i]), minimum, totals[i]);
+      for (int i = 0; i < kPromptTile; ++i) {
+        Floats total = totals[i];
+#pragma GCC unroll 8
+        for (int s = 0; s < kSums; ++s)
+          total = multiply_add(splat(sums[s * kPromptTile + i]), panel.minima[g][s], total);
+        totals[i] = total;
+      }
+      sums += kSums * kPromptTile;
     }
   }
 }
@@ -143,13 +165,13 @@ void multiply_blocks(const Matrix& matrix, int block, int blocks, const PromptRo
                      int first, int tiles, Floats* totals) {
   Panel<Kernel> panel;
   for (int i = 0; i < blocks * tiles * kPromptTile; ++i) totals[i] = zeros();
-  for (int g = 0; g < rows.groups; g += kPanelGroups<Kernel>) {
-    const int groups = std::min(kPanelGroups<Kernel>, rows.groups - g);
+  for (int g = 0; g < rows.steps; g += kPanelSteps<Kernel>) {
+    const int steps = std::min(kPanelSteps<Kernel>, rows.steps - g);
     Floats* to = totals;
     for (int b = 0; b < blocks; ++b) {
-      panel.unpack(BlockPointers<typename Kernel::Format>(matrix, block + b), g, groups);
+      panel.unpack(BlockPointers<typename Kernel::Format>(matrix, block + b), g, steps);
       for (int t = 0; t < tiles; ++t, to += kPromptTile)
-        multiply_panel<Kernel>(panel, g, groups, rows, first + t, to);
+        multiply_panel<Kernel>(panel, g, steps, rows, first + t, to);
     }
   }
 }
@@ -194,7 +216,9 @@ int multiply_prompt(const Matrix& matrix, const Bf16* x, int count, Bf16* out, i
   return kDone;
 }
 
-// The products of rows of 8 bits (byte_rows.cpp). kNoKernel: the codes are too large for them.
+// The products of rows of 8 bits, of which 32 columns share a scale (byte_rows.cpp), or 256
+// (byte_tiles.cpp). kNoKernel: not of this format.
 int multiply_byte_rows(const Matrix& matrix, const Bf16* x, int count, Bf16* out, int threads);
+int multiply_byte_tiles(const Matrix& matrix, const Bf16* x, int count, Bf16* out, int threads);
 
 }  // namespace kvkeep
