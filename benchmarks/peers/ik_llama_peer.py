@@ -8,10 +8,7 @@ from benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
 
 class IkLlamaPeer(LlamaCppPeer):
-    """Uses flash attention, and weights in the order of the file.
-
-    Repacking them at load (`repack_tensors`) speeds up some formats and slows down others.
-    """
+    """Uses flash attention, and weights in the order of the file, as it does by default."""
 
     program, package = "ik_llama.cpp", "ik-llama-cpp-python"
 
